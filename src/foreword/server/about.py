@@ -16,12 +16,11 @@ from foreword import __version__
 from foreword.request import LoRARequest
 from foreword.server.api_errors import APIError, bad_request, unknown_model
 from foreword.server.bodies.fields import Body
-from foreword.server.calls import Call
 from foreword.server.crews import off_loop
 from foreword.server.dialects.openai.fields import DetokenizeRequest, TokenizeRequest
 from foreword.server.dialects.openai.messages import read_prompt
 from foreword.server.http import Authorized, dialect_of, json_response, service_of
-from foreword.server.intake import call_of, operators_body_of, takes
+from foreword.server.intake import CallWith, operators_body_of
 from foreword.server.service import Service
 
 router = APIRouter()
@@ -104,8 +103,8 @@ async def template(request: Request, tenant: Authorized) -> Response:
     )
 
 
-@router.post("/tokenize", tags=["tokens"], openapi_extra=takes(TokenizeRequest))
-async def tokenize(call: Annotated[Call[TokenizeRequest], Depends(call_of(TokenizeRequest))]) -> Response:
+@router.post("/tokenize", tags=["tokens"])
+async def tokenize(call: CallWith[TokenizeRequest]) -> Response:
     """Convert a text or a conversation to token ids."""
     body, service = call.body, call.service
     token_ids = (await read_prompt(call)).token_ids
@@ -120,8 +119,8 @@ async def tokenize(call: Annotated[Call[TokenizeRequest], Depends(call_of(Tokeni
     return await off_loop(64 * len(token_ids), answer)
 
 
-@router.post("/detokenize", tags=["tokens"], openapi_extra=takes(DetokenizeRequest))
-async def detokenize(call: Annotated[Call[DetokenizeRequest], Depends(call_of(DetokenizeRequest))]) -> Response:
+@router.post("/detokenize", tags=["tokens"])
+async def detokenize(call: CallWith[DetokenizeRequest]) -> Response:
     """Convert token ids to text, with special tokens by name."""
     body, service = call.body, call.service
     service.check_model(body.model, call.tenant)
@@ -183,7 +182,7 @@ class UnloadRequest(Body):
     lora_int_id: int | None = None
 
 
-@router.post("/v1/load_lora_adapter", tags=["adapters"], openapi_extra=takes(LoadRequest))
+@router.post("/v1/load_lora_adapter", tags=["adapters"])
 async def load(body: Annotated[LoadRequest, Depends(operators_body_of(LoadRequest))], request: Request) -> Response:
     """Read and check the adapter in a folder, and serve it under a name. For operators."""
     service = service_of(request)
@@ -195,7 +194,7 @@ async def load(body: Annotated[LoadRequest, Depends(operators_body_of(LoadReques
     return json_response({"object": "adapter", "id": body.lora_name, "digest": adapter.digest, "loaded": True})
 
 
-@router.post("/v1/unload_lora_adapter", tags=["adapters"], openapi_extra=takes(UnloadRequest))
+@router.post("/v1/unload_lora_adapter", tags=["adapters"])
 async def unload(
     body: Annotated[UnloadRequest, Depends(operators_body_of(UnloadRequest))], request: Request
 ) -> Response:

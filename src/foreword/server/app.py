@@ -23,41 +23,24 @@ from foreword import __version__
 from foreword.errors import ForewordError
 from foreword.llm import LLM
 from foreword.server import about, cache_api, schemas_api
-from foreword.server.about import LoadRequest, UnloadRequest
 from foreword.server.api_errors import APIError
 from foreword.server.arrival import Arrival
-from foreword.server.bodies.fields import Body
-from foreword.server.cache_api import EntryChange, PinRequest
 from foreword.server.dialect import Dialect
 from foreword.server.dialects.anthropic.endpoints import Anthropic
 from foreword.server.dialects.gemini.endpoints import Gemini
 from foreword.server.dialects.ollama.endpoints import Ollama
 from foreword.server.dialects.openai.dialect import OpenAI
-from foreword.server.dialects.openai.fields import DetokenizeRequest, ExplainRequest, TokenizeRequest
 from foreword.server.engine_thread import in_a_thread
 from foreword.server.full_passes import FullPasses
-from foreword.server.hints import HintsRequest
 from foreword.server.http import TimeLimit, error_response
 from foreword.server.intake import document_bodies, explain_invalid
 from foreword.server.options import ServerConfig
-from foreword.server.schemas_api import SchemaRequest
 from foreword.server.service import OpenDoor, Service, new_id
 
 logger = logging.getLogger(__name__)
 
 DIALECTS: tuple[Dialect, ...] = (Anthropic(), Gemini(), Ollama(), OpenAI())
 """Dialects in the order in which they may claim a call. The last dialect takes every call."""
-OWN_BODIES: tuple[type[Body], ...] = (
-    TokenizeRequest,
-    DetokenizeRequest,
-    ExplainRequest,
-    PinRequest,
-    HintsRequest,
-    EntryChange,
-    SchemaRequest,
-    LoadRequest,
-    UnloadRequest,
-)
 
 
 def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoor = in_a_thread) -> FastAPI:
@@ -89,12 +72,11 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
     app = _App(title="foreword", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.proxy_path = config.root_path
     app.state.service = service
-    for dialect in DIALECTS:
-        for router in dialect.routers:
-            app.include_router(router)
-    for module in (about, cache_api, schemas_api):
-        app.include_router(module.router)
-    document_bodies(app, [*OWN_BODIES, *(body for dialect in DIALECTS for body in dialect.bodies)])
+    routers = [router for dialect in DIALECTS for router in dialect.routers]
+    routers += [about.router, cache_api.router, schemas_api.router]
+    for router in routers:
+        app.include_router(router)
+    document_bodies(app, routers)
     _add_error_handlers(app)
     app.add_middleware(TimeLimit, limit_s=config.request_timeout_s)
     if config.allowed_origins:

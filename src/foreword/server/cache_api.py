@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -22,13 +22,13 @@ from foreword.request import SamplingParams
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.fields import Body, Priority
-from foreword.server.calls import Call, check_session_id
+from foreword.server.calls import check_session_id
 from foreword.server.crews import off_loop
 from foreword.server.dialects.openai.fields import ExplainRequest
 from foreword.server.dialects.openai.messages import read_prompt
 from foreword.server.hints import Hint, Hints, HintsRequest, UnusableHintError
 from foreword.server.http import authorized, finished, json_response, route_of, service_of
-from foreword.server.intake import call_of, takes
+from foreword.server.intake import CallWith
 from foreword.server.observe.explanations import cache_report, most_similar, text_of
 from foreword.server.observe.metrics import Scrape
 from foreword.server.records import MAX_RECORDS, RequestRecord, SessionStats, TenantStats, namespace_of
@@ -45,8 +45,8 @@ MAX_TTL_S = 366 * 86_400.0
 Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 
 
-@router.post("/v1/cache/explain", openapi_extra=takes(ExplainRequest))
-async def explain(call: Annotated[Call[ExplainRequest], Depends(call_of(ExplainRequest))]) -> Response:
+@router.post("/v1/cache/explain")
+async def explain(call: CallWith[ExplainRequest]) -> Response:
     """Report which part of a prompt is cached now, and why not more. Runs nothing and counts nothing."""
     body, service, tenant = call.body, call.service, call.tenant
     plain = await read_prompt(call)
@@ -251,8 +251,8 @@ class EntryChange(Body):
     ttl_s: Ttl
 
 
-@router.post("/v1/cache/entries", openapi_extra=takes(PinRequest))
-async def create_entry(call: Annotated[Call[PinRequest], Depends(call_of(PinRequest))]) -> Response:
+@router.post("/v1/cache/entries")
+async def create_entry(call: CallWith[PinRequest]) -> Response:
     """Compute a prompt, if it is not cached, and keep it for `ttl_s`. Its use does not extend this time."""
     service = call.service
     if not service.llm.engine.entries.are_possible:
@@ -275,8 +275,8 @@ async def list_entries(request: Request) -> Response:
     return json_response({"object": "list", "data": entries})
 
 
-@router.patch("/v1/cache/entries/{entry_id}", openapi_extra=takes(EntryChange))
-async def change_entry(entry_id: str, call: Annotated[Call[EntryChange], Depends(call_of(EntryChange))]) -> Response:
+@router.patch("/v1/cache/entries/{entry_id}")
+async def change_entry(entry_id: str, call: CallWith[EntryChange]) -> Response:
     """Let an entry end `ttl_s` seconds from now, whether that is sooner or later than its end so far."""
     return json_response(await _change(call.request, entry_id, call.body.ttl_s))
 
@@ -304,8 +304,8 @@ async def _change(request: Request, entry_id: str, ttl_s: float | None) -> dict[
     return report
 
 
-@router.post("/v1/cache/hints", openapi_extra=takes(HintsRequest))
-async def hint(call: Annotated[Call[HintsRequest], Depends(call_of(HintsRequest))]) -> Response:
+@router.post("/v1/cache/hints")
+async def hint(call: CallWith[HintsRequest]) -> Response:
     """Carry out the actions of an envelope, in their order. Each payload names its `session_id`."""
     service, hints = call.service, Hints(call.body.kv_hints)
     for number, usable_hint in hints.usable.items():

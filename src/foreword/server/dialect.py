@@ -15,7 +15,6 @@ from fastapi import APIRouter
 
 from foreword.server.access.tenants import shown_key
 from foreword.server.api_errors import APIError
-from foreword.server.bodies.fields import Body
 from foreword.server.service import Service
 
 Event = tuple[str | None, dict[str, Any] | str]
@@ -37,8 +36,6 @@ class Dialect(ABC):
     name: ClassVar[str]
     """The dialect's name. It may stand before every path of the dialect: /anthropic/v1/messages is /v1/messages."""
     routers: ClassVar[Sequence[APIRouter]]
-    bodies: ClassVar[Sequence[type[Body]]]
-    """Models of the bodies, for /openapi.json."""
     stream_end: ClassVar[bytes] = b""
     """The bytes after the last event of a stream."""
     ping: ClassVar[bytes | None] = None

@@ -11,30 +11,37 @@ The server checks the key before it reads the body. Long bodies leave the event 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 
-from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError, bad_request
 from foreword.server.bodies.body_limits import BodyLimits
 from foreword.server.bodies.fields import AnyBody, Body, UnknownFields
 from foreword.server.bodies.json_scan import parse_json, scan_json
 from foreword.server.calls import Call
 from foreword.server.crews import off_loop
-from foreword.server.http import authorized, service_of
+from foreword.server.http import Authorized, service_of
 
+if TYPE_CHECKING:
+    CallWith = Call
+else:
 
-def call_of(model: type[AnyBody]) -> Callable[..., Awaitable[Call[AnyBody]]]:
-    """Make a dependency that reads a call with a body of `model`, which raises APIError 401, 413, 415 or 400."""
+    class CallWith:
+        """`CallWith[Model]` is the type of an endpoint's parameter: the call, with a body of the model.
 
-    async def read(request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Call[AnyBody]:
-        body, num_bytes = await _read(model, request)
-        return Call(body, request, service_of(request), tenant, num_bytes)
+        Reading the call raises APIError 401, 413, 415 or 400.
+        """
 
-    return read
+        def __class_getitem__(cls, model: type[AnyBody]) -> Any:
+            async def read(request: Request, tenant: Authorized) -> Call[AnyBody]:
+                body, num_bytes = await _read(model, request)
+                return Call(body, request, service_of(request), tenant, num_bytes)
+
+            return Annotated[Call[model], Depends(read)]
 
 
 def operators_body_of(model: type[AnyBody]) -> Callable[..., Awaitable[AnyBody]]:
@@ -122,22 +129,31 @@ def explain_invalid(errors: Sequence[Mapping[str, Any]]) -> APIError:
 # --------------------------------------------------------------- the API's document
 
 
-def takes(model: type[Body]) -> dict[str, Any]:
-    """Return the part of /openapi.json that describes the body of an endpoint with `call_of(model)`."""
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def document_bodies(app: FastAPI, models: Sequence[type[Body]]) -> None:
+def document_bodies(app: FastAPI, routers: Sequence[APIRouter]) -> None:
     """Add the bodies to /openapi.json. FastAPI does not know the bodies, because the server reads them itself."""
     without = app.openapi
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    taking = [(route, model) for route in routes if (model := _model_of(route)) and route.include_in_schema]
 
     def openapi() -> dict[str, Any]:
         document = without()
-        _, schemas = models_json_schema(
+        models = dict.fromkeys(model for _, model in taking)
+        references, schemas = models_json_schema(
             [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
         )
         document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        for route, model in taking:
+            content = {"application/json": {"schema": references[model, "validation"]}}
+            for method in route.methods:
+                described = document["paths"][route.path_format][method.lower()]
+                described["requestBody"] = {"required": True, "content": content}
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _model_of(route: APIRoute) -> type[Body] | None:
+    """Return the model of the body that an endpoint takes, from its parameters' types; None: it takes no body."""
+    hints = get_type_hints(route.endpoint).values()
+    types = (kind for hint in hints for kind in (hint, *get_args(hint)))
+    return next((kind for kind in types if isinstance(kind, type) and issubclass(kind, Body)), None)

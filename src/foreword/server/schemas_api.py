@@ -6,7 +6,7 @@ import threading
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -15,9 +15,8 @@ from foreword.pml.library import LoadedSchema
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.fields import Body
 from foreword.server.bodies.json_scan import to_json
-from foreword.server.calls import Call
 from foreword.server.http import Authorized, json_response, service_of
-from foreword.server.intake import call_of, takes
+from foreword.server.intake import CallWith
 from foreword.server.resources.schemas import ServedSchema
 
 router = APIRouter(tags=["pml"])
@@ -34,8 +33,8 @@ class SchemaRequest(Body):
     schema_text: Annotated[str, Field(alias="schema")]
 
 
-@router.post("/v1/pml/schemas", openapi_extra=takes(SchemaRequest))
-async def create_schema(call: Annotated[Call[SchemaRequest], Depends(call_of(SchemaRequest))]) -> Response:
+@router.post("/v1/pml/schemas")
+async def create_schema(call: CallWith[SchemaRequest]) -> Response:
     """Keep a schema under its name until the server's process ends. It replaces a schema of the same name."""
     service, body = call.service, call.body
     has_left = threading.Event()

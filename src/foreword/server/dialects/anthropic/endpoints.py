@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from foreword.request import StructuredOutputsParams
@@ -22,7 +22,7 @@ from foreword.server.dialects.anthropic.answer import MessageAnswer
 from foreword.server.dialects.anthropic.fields import CountMessageTokensRequest, CreateMessageRequest
 from foreword.server.dialects.anthropic.messages import chat_of, output_format
 from foreword.server.http import json_response, respond
-from foreword.server.intake import call_of, takes
+from foreword.server.intake import CallWith
 from foreword.server.service import Service, new_id
 
 router = APIRouter(tags=["anthropic"])
@@ -33,9 +33,9 @@ OVERLOADED = 529
 MOST_MODELS = 1000
 
 
-@router.post("/v1/messages", openapi_extra=takes(CreateMessageRequest))
+@router.post("/v1/messages")
 async def create_message(
-    call: Annotated[Call[CreateMessageRequest], Depends(call_of(CreateMessageRequest))],
+    call: CallWith[CreateMessageRequest],
 ) -> Response:
     """Answer a conversation."""
     body, service = call.body, call.service
@@ -59,9 +59,9 @@ async def create_message(
     return await respond(call.request, MessageAnswer(answer, body, service))
 
 
-@router.post("/v1/messages/count_tokens", openapi_extra=takes(CountMessageTokensRequest))
+@router.post("/v1/messages/count_tokens")
 async def count_message_tokens(
-    call: Annotated[Call[CountMessageTokensRequest], Depends(call_of(CountMessageTokensRequest))],
+    call: CallWith[CountMessageTokensRequest],
 ) -> Response:
     """Count the tokens of a conversation's prompt."""
     return json_response({"input_tokens": await num_prompt_tokens(call.service, await _chat(call))})
@@ -149,7 +149,6 @@ class Anthropic(Dialect):
 
     name = "anthropic"
     routers = (router,)
-    bodies = (CreateMessageRequest, CountMessageTokensRequest)
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def speaks(self, path: str, headers: Mapping[str, str]) -> bool:

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from foreword.engine import RESOURCE, Keep
@@ -36,7 +36,7 @@ from foreword.server.dialects.gemini.fields import (
     served,
 )
 from foreword.server.http import Authorized, finished, json_response, service_of
-from foreword.server.intake import call_of
+from foreword.server.intake import CallWith
 from foreword.server.resources.store import CachedContent, new_content_id
 from foreword.server.service import Service, new_id
 from foreword.server.verbs import END_ENTRY
@@ -87,9 +87,9 @@ def _microseconds(fraction: str | None) -> int:
 # ------------------------------------------------------------------- endpoints
 
 
-@served(router, "POST", "cachedContents", CreateCachedContentRequest)
+@served(router, "POST", "cachedContents")
 async def create_cached_content(
-    call: Annotated[Call[CreateCachedContentRequest], Depends(call_of(CreateCachedContentRequest))],
+    call: CallWith[CreateCachedContentRequest],
 ) -> Response:
     """Compute the beginning of conversations, and keep it."""
     body, service = call.body, call.service
@@ -139,10 +139,8 @@ async def one_cached_content(content_id: str, request: Request, tenant: Authoriz
     return json_response(_report(await _find(service_of(request), tenant, content_id)))
 
 
-@served(router, "PATCH", "cachedContents/{content_id}", UpdateCachedContentRequest)
-async def update_cached_content(
-    content_id: str, call: Annotated[Call[UpdateCachedContentRequest], Depends(call_of(UpdateCachedContentRequest))]
-) -> Response:
+@served(router, "PATCH", "cachedContents/{content_id}")
+async def update_cached_content(content_id: str, call: CallWith[UpdateCachedContentRequest]) -> Response:
     """Move the end of a cached content."""
     body, service = call.body, call.service
     store = service.cached_contents

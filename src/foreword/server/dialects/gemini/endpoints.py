@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from foreword.server.access.tenants import shown_key
@@ -24,17 +24,15 @@ from foreword.server.dialects.gemini.cached_contents import Use, settle, use_of
 from foreword.server.dialects.gemini.contents import read_chat, sampling_of, structured_outputs, template_of
 from foreword.server.dialects.gemini.fields import (
     CountTokensRequest,
-    CreateCachedContentRequest,
     GenerateContentRequest,
     GenerationConfig,
     ThinkingConfig,
-    UpdateCachedContentRequest,
     number_in,
     page_size,
     served,
 )
 from foreword.server.http import JsonArray, json_response, respond
-from foreword.server.intake import call_of
+from foreword.server.intake import CallWith
 from foreword.server.service import Service, new_id
 
 METHODS = ("generateContent", "streamGenerateContent", "countTokens")
@@ -43,18 +41,14 @@ router = APIRouter(tags=["gemini"])
 _TYPE = "type.googleapis.com/google.rpc."
 
 
-@served(router, "POST", "models/{model:path}:generateContent", GenerateContentRequest)
-async def generate_content(
-    model: str, call: Annotated[Call[GenerateContentRequest], Depends(call_of(GenerateContentRequest))]
-) -> Response:
+@served(router, "POST", "models/{model:path}:generateContent")
+async def generate_content(model: str, call: CallWith[GenerateContentRequest]) -> Response:
     """Answer a conversation."""
     return await respond(call.request, await _start(model, call, stream=False))
 
 
-@served(router, "POST", "models/{model:path}:streamGenerateContent", GenerateContentRequest)
-async def stream_generate_content(
-    model: str, call: Annotated[Call[GenerateContentRequest], Depends(call_of(GenerateContentRequest))]
-) -> Response:
+@served(router, "POST", "models/{model:path}:streamGenerateContent")
+async def stream_generate_content(model: str, call: CallWith[GenerateContentRequest]) -> Response:
     """Answer a conversation in chunks: server-sent events with alt=sse, otherwise one JSON array."""
     form = call.request.query_params.get("alt", "json")
     if form not in ("sse", "json"):
@@ -63,10 +57,8 @@ async def stream_generate_content(
     return await respond(call.request, writer, None if form == "sse" else JsonArray())
 
 
-@served(router, "POST", "models/{model:path}:countTokens", CountTokensRequest)
-async def count_tokens(
-    model: str, call: Annotated[Call[CountTokensRequest], Depends(call_of(CountTokensRequest))]
-) -> Response:
+@served(router, "POST", "models/{model:path}:countTokens")
+async def count_tokens(model: str, call: CallWith[CountTokensRequest]) -> Response:
     """Count the tokens in the prompt of contents, or of a whole request."""
     body, request = call.body, call.body.generate_content_request
     if (body.contents is None) == (request is None):
@@ -132,12 +124,6 @@ class Gemini(Dialect):
 
     name = "gemini"
     routers = (router, cached_contents.router)
-    bodies = (
-        GenerateContentRequest,
-        CountTokensRequest,
-        CreateCachedContentRequest,
-        UpdateCachedContentRequest,
-    )
 
     def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
         return (

@@ -30,7 +30,6 @@ from foreword.server.bodies.fields import (
     Whole,
     Word,
 )
-from foreword.server.intake import takes
 
 VERSIONS = ("v1", "v1beta", "v1alpha")
 PAGE_SIZE, MAX_PAGE_SIZE = 50, 1000
@@ -38,15 +37,12 @@ PAGE_SIZE, MAX_PAGE_SIZE = 50, 1000
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
-def served(
-    router: APIRouter, method: str, path: str, model: type[Body] | None = None
-) -> Callable[[Endpoint], Endpoint]:
-    """Return a decorator that makes a function an endpoint in all versions. `model`: the model of its body."""
+def served(router: APIRouter, method: str, path: str) -> Callable[[Endpoint], Endpoint]:
+    """Return a decorator that makes a function an endpoint in all versions."""
 
     def add(function: Endpoint) -> Endpoint:
         for version in VERSIONS:
-            extra = None if model is None else takes(model)
-            router.add_api_route(f"/{version}/{path}", function, methods=[method], openapi_extra=extra)
+            router.add_api_route(f"/{version}/{path}", function, methods=[method])
         return function
 
     return add

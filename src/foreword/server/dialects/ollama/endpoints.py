@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from foreword import __version__
@@ -37,7 +37,7 @@ from foreword.server.dialects.ollama.fields import (
 )
 from foreword.server.dialects.ollama.messages import can_think, chat_of, output_format, sampling_of
 from foreword.server.http import Authorized, Frames, json_response, respond, service_of
-from foreword.server.intake import call_of, takes
+from foreword.server.intake import CallWith
 from foreword.server.service import Service, new_id
 
 LATEST = ":latest"
@@ -135,8 +135,8 @@ def _num_bytes(model: Path) -> int:
 router = APIRouter(tags=["ollama"])
 
 
-@router.post("/api/chat", openapi_extra=takes(OllamaChatRequest))
-async def chat(call: Annotated[Call[OllamaChatRequest], Depends(call_of(OllamaChatRequest))]) -> Response:
+@router.post("/api/chat")
+async def chat(call: CallWith[OllamaChatRequest]) -> Response:
     """Answer a conversation."""
     body, service = call.body, call.service
     caller = call.caller("ollama.chat", _model(call, body.model))
@@ -148,8 +148,8 @@ async def chat(call: Annotated[Call[OllamaChatRequest], Depends(call_of(OllamaCh
     return await respond(call.request, OllamaAnswer(service, answer, _wish(service, body)), Frames())
 
 
-@router.post("/api/generate", openapi_extra=takes(GenerateRequest))
-async def generate(call: Annotated[Call[GenerateRequest], Depends(call_of(GenerateRequest))]) -> Response:
+@router.post("/api/generate")
+async def generate(call: CallWith[GenerateRequest]) -> Response:
     """Answer a text, or continue it."""
     body, service = call.body, call.service
     caller = call.caller("ollama.generate", _model(call, body.model))
@@ -172,8 +172,8 @@ async def generate(call: Annotated[Call[GenerateRequest], Depends(call_of(Genera
     return await respond(call.request, OllamaAnswer(service, answer, wish), Frames())
 
 
-@router.post("/api/embed", openapi_extra=takes(EmbedRequest))
-async def embed(call: Annotated[Call[EmbedRequest], Depends(call_of(EmbedRequest))]) -> Response:
+@router.post("/api/embed")
+async def embed(call: CallWith[EmbedRequest]) -> Response:
     """Return the vectors of texts."""
     body, started = call.body, time.monotonic()
     caller = call.caller("ollama.embed", _model(call, body.model))
@@ -190,8 +190,8 @@ async def embed(call: Annotated[Call[EmbedRequest], Depends(call_of(EmbedRequest
     return await off_loop(embedded.num_json_bytes, write)
 
 
-@router.post("/api/embeddings", openapi_extra=takes(OldEmbedRequest))
-async def old_embed(call: Annotated[Call[OldEmbedRequest], Depends(call_of(OldEmbedRequest))]) -> Response:
+@router.post("/api/embeddings")
+async def old_embed(call: CallWith[OldEmbedRequest]) -> Response:
     """Return the vector of one text."""
     body = call.body
     caller = call.caller("ollama.embed", _model(call, body.model))
@@ -200,8 +200,8 @@ async def old_embed(call: Annotated[Call[OldEmbedRequest], Depends(call_of(OldEm
     return await off_loop(embedded.num_json_bytes, lambda: json_response({"embedding": vectors[0].tolist()}))
 
 
-@router.post("/api/show", openapi_extra=takes(ModelRequest))
-async def show(call: Annotated[Call[ModelRequest], Depends(call_of(ModelRequest))]) -> Response:
+@router.post("/api/show")
+async def show(call: CallWith[ModelRequest]) -> Response:
     """Report the model's properties and abilities."""
     name = call.body.model or call.body.name
     if name is None:
@@ -275,7 +275,6 @@ class Ollama(Dialect):
 
     name = "ollama"
     routers = (router,)
-    bodies = (OllamaChatRequest, GenerateRequest, ModelRequest, EmbedRequest, OldEmbedRequest)
 
     def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
         return path.startswith("/api/")

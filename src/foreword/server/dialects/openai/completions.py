@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from foreword.engine import Prompt
@@ -51,7 +51,7 @@ from foreword.server.dialects.openai.messages import (
     template_inputs,
 )
 from foreword.server.http import respond
-from foreword.server.intake import call_of, takes
+from foreword.server.intake import CallWith
 from foreword.server.service import Service, new_id
 from foreword.text.detokenizer import Detokenizer
 from foreword.text.reply import Call as ToolCall
@@ -158,8 +158,8 @@ class ChoicesAnswer(ABC):
         """Return the choices of the chunks that contain new text, one for each chunk."""
 
 
-@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
-async def chat_completions(call: Annotated[Call[ChatRequest], Depends(call_of(ChatRequest))]) -> Response:
+@router.post("/v1/chat/completions")
+async def chat_completions(call: CallWith[ChatRequest]) -> Response:
     """Answer a conversation."""
     body, service = call.body, call.service
     check_call(call)
@@ -305,8 +305,8 @@ def _call(call: ToolCall) -> Chunk:
     return {"id": call.id or f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-@router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
-async def completions(call: Annotated[Call[CompletionRequest], Depends(call_of(CompletionRequest))]) -> Response:
+@router.post("/v1/completions")
+async def completions(call: CallWith[CompletionRequest]) -> Response:
     """Continue one or several texts."""
     return await complete(call, partial(_prompts, call), "completions")
 

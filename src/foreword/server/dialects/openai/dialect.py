@@ -8,16 +8,6 @@ from typing import Any
 from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError, unknown_model
 from foreword.server.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.dialects.openai import completions, modules, responses, scores
-from foreword.server.dialects.openai.fields import (
-    ChatRequest,
-    ClassifyRequest,
-    CompletionRequest,
-    EmbeddingsRequest,
-    ModulesRequest,
-    RerankRequest,
-    ResponsesRequest,
-    ScoreRequest,
-)
 from foreword.server.service import Service
 
 
@@ -26,16 +16,6 @@ class OpenAI(Dialect):
 
     name = "openai"
     routers = (completions.router, modules.router, responses.router, scores.router)
-    bodies = (
-        ChatRequest,
-        CompletionRequest,
-        EmbeddingsRequest,
-        ModulesRequest,
-        RerankRequest,
-        ClassifyRequest,
-        ResponsesRequest,
-        ScoreRequest,
-    )
     stream_end = b"data: [DONE]\n\n"
     ping = b": the request waits\n\n"
 

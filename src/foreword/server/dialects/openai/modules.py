@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from foreword.engine import Prompt
@@ -24,7 +24,7 @@ from foreword.server.dialects.openai.completions import complete
 from foreword.server.dialects.openai.fields import ModulesRequest
 from foreword.server.dialects.openai.messages import check_call
 from foreword.server.http import json_response
-from foreword.server.intake import call_of, takes
+from foreword.server.intake import CallWith
 from foreword.server.service import Service
 from foreword.server.verbs import EXPLAIN_LINKS
 from foreword.text.schema_text import schema_text
@@ -35,8 +35,8 @@ OF_SCHEMAS: tuple[str, ...] = ("schema_name", "prompt", "modules", "text", "mess
 OF_DOCUMENTS: tuple[str, ...] = ("question", "instructions", "separator")
 
 
-@router.post("/v1/pml/completions", openapi_extra=takes(ModulesRequest))
-async def module_completions(call: Annotated[Call[ModulesRequest], Depends(call_of(ModulesRequest))]) -> Response:
+@router.post("/v1/pml/completions")
+async def module_completions(call: CallWith[ModulesRequest]) -> Response:
     """Continue a prompt of modules, or of documents. Without `link` the answer is the same as that of /v1/completions
     for the same tokens.
     """
@@ -48,8 +48,8 @@ async def module_completions(call: Annotated[Call[ModulesRequest], Depends(call_
     return await complete(call, find, "pml.completions")
 
 
-@router.post("/v1/pml/explain", openapi_extra=takes(ModulesRequest))
-async def explain_links(call: Annotated[Call[ModulesRequest], Depends(call_of(ModulesRequest))]) -> Response:
+@router.post("/v1/pml/explain")
+async def explain_links(call: CallWith[ModulesRequest]) -> Response:
     """Report the tokens that `link` would copy in this prompt now, by part, and the parts that are not cached. Runs
     nothing and counts nothing. Fields of /v1/pml/completions that shape the answer have no effect.
     """

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response
 
@@ -22,7 +22,7 @@ from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import Delta
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.json_scan import parse_json, to_long_json
-from foreword.server.calls import Call, sampling_of, sampling_params
+from foreword.server.calls import sampling_of, sampling_params
 from foreword.server.chats.chat import Chat, ChatAnswer, chat_logprobs, num_bytes, start_chat
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.crews import off_loop
@@ -50,7 +50,7 @@ from foreword.server.dialects.openai.messages import (
     template_inputs,
 )
 from foreword.server.http import Authorized, json_response, respond, service_of
-from foreword.server.intake import call_of, takes
+from foreword.server.intake import CallWith
 from foreword.server.kept_responses import PIECE_DEPTH, Messages
 from foreword.server.service import Service, new_id
 from foreword.text.conversation import earlier_call, function_tool
@@ -345,8 +345,8 @@ router = APIRouter(tags=["openai"])
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
-@router.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
-async def create_response(call: Annotated[Call[ResponsesRequest], Depends(call_of(ResponsesRequest))]) -> Response:
+@router.post("/v1/responses")
+async def create_response(call: CallWith[ResponsesRequest]) -> Response:
     """Answer a text or a conversation."""
     body, service, tenant = call.body, call.service, call.tenant
     check_call(call)

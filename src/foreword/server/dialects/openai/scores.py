@@ -10,10 +10,10 @@ import base64
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from foreword.engine import Prompt
@@ -33,14 +33,14 @@ from foreword.server.dialects.openai.fields import (
 )
 from foreword.server.embeddings import embed
 from foreword.server.http import finished, json_response
-from foreword.server.intake import call_of, takes
+from foreword.server.intake import CallWith
 from foreword.server.service import LONG_TEXT, TokenIds, new_id
 
 router = APIRouter()
 
 
-@router.post("/v1/score", tags=["scores"], openapi_extra=takes(ScoreRequest))
-async def score(call: Annotated[Call[ScoreRequest], Depends(call_of(ScoreRequest))]) -> Response:
+@router.post("/v1/score", tags=["scores"])
+async def score(call: CallWith[ScoreRequest]) -> Response:
     """Return the probabilities of the given tokens after a query with each of the items."""
     body, service = call.body, call.service
     service.check_model(body.model, call.tenant)
@@ -68,10 +68,10 @@ async def score(call: Annotated[Call[ScoreRequest], Depends(call_of(ScoreRequest
     return await off_loop(24 * len(scores) * len(scores[0]), lambda: json_response(answer))
 
 
-@router.post("/rerank", tags=["scores"], openapi_extra=takes(RerankRequest))
-@router.post("/v1/rerank", tags=["scores"], openapi_extra=takes(RerankRequest))
-@router.post("/v2/rerank", tags=["scores"], openapi_extra=takes(RerankRequest))
-async def rerank(call: Annotated[Call[RerankRequest], Depends(call_of(RerankRequest))]) -> Response:
+@router.post("/rerank", tags=["scores"])
+@router.post("/v1/rerank", tags=["scores"])
+@router.post("/v2/rerank", tags=["scores"])
+async def rerank(call: CallWith[RerankRequest]) -> Response:
     """Sort documents by their relevance to a query, the most relevant first."""
     body, service = call.body, call.service
     service.check_model(body.model, call.tenant)
@@ -96,9 +96,9 @@ async def rerank(call: Annotated[Call[RerankRequest], Depends(call_of(RerankRequ
     return await call.work(lambda: json_response(answer))  # the answer repeats the documents
 
 
-@router.post("/classify", tags=["scores"], openapi_extra=takes(ClassifyRequest))
-@router.post("/v1/classify", tags=["scores"], openapi_extra=takes(ClassifyRequest))
-async def classify(call: Annotated[Call[ClassifyRequest], Depends(call_of(ClassifyRequest))]) -> Response:
+@router.post("/classify", tags=["scores"])
+@router.post("/v1/classify", tags=["scores"])
+async def classify(call: CallWith[ClassifyRequest]) -> Response:
     """Return the label of each text, and the probabilities of all labels."""
     body, service = call.body, call.service
     service.check_model(body.model, call.tenant)
@@ -190,8 +190,8 @@ def _shares(logprobs: Sequence[float]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-@router.post("/v1/embeddings", tags=["openai"], openapi_extra=takes(EmbeddingsRequest))
-async def embeddings(call: Annotated[Call[EmbeddingsRequest], Depends(call_of(EmbeddingsRequest))]) -> Response:
+@router.post("/v1/embeddings", tags=["openai"])
+async def embeddings(call: CallWith[EmbeddingsRequest]) -> Response:
     """Return the vectors of texts."""
     body, service = call.body, call.service
     service.check_model(body.model, call.tenant)
