@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastapi import APIRouter
@@ -21,15 +20,6 @@ Event = tuple[str | None, dict[str, Any] | str]
 """Name (or None) and data of a server-sent event. Long data comes as JSON text that was written off the event loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorAnswer:
-    """An error in the form of an API."""
-
-    status: int
-    body: Mapping[str, Any]
-    headers: Mapping[str, str]
-
-
 class Dialect(ABC):
     """One API. Its folder has its fields, endpoints and answers."""
 
@@ -38,6 +28,8 @@ class Dialect(ABC):
     routers: ClassVar[Sequence[APIRouter]]
     stream_end: ClassVar[bytes] = b""
     """The bytes after the last event of a stream."""
+    error_event: ClassVar[str | None] = None
+    """The name of the event with an error in a stream; None: it has no name."""
     ping: ClassVar[bytes | None] = None
     """Bytes that keep a stream alive while there is nothing to send; None if such bytes would break clients."""
 
@@ -49,13 +41,13 @@ class Dialect(ABC):
         """Return the key that a call shows; None if it shows no key."""
         return shown_key(headers)
 
-    @abstractmethod
-    def error(self, error: APIError, request_id: str) -> ErrorAnswer:
-        """Return the answer to a failed call."""
+    def status(self, error: APIError) -> int:
+        """Return the status of the answer to a failed call."""
+        return error.status
 
     @abstractmethod
-    def error_event(self, error: APIError, request_id: str) -> Event:
-        """Return the last event of a stream that fails."""
+    def error(self, error: APIError, request_id: str) -> dict[str, Any]:
+        """Return the body of the answer to a failed call, which is also the last event of a stream that fails."""
 
     @abstractmethod
     def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:

@@ -81,8 +81,16 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 def error_response(request: Request, error: Exception) -> Response:
     """Make the answer to an exception, in the caller's dialect."""
     request.state.error = api_error = from_error(error)
-    answer = dialect_of(request).error(api_error, request_id_of(request))
-    return json_response(answer.body, answer.status, dict(answer.headers))
+    dialect = dialect_of(request)
+    return json_response(
+        dialect.error(api_error, request_id_of(request)), dialect.status(api_error), dict(api_error.headers or {})
+    )
+
+
+def error_event(request: Request, error: APIError) -> Event:
+    """Return the last event of a stream that fails."""
+    dialect = dialect_of(request)
+    return dialect.error_event, dialect.error(error, request_id_of(request))
 
 
 async def respond(request: Request, writer: AnswerWriter, frames: Frames | None = None) -> Response:
@@ -219,7 +227,7 @@ async def _streamed(request: Request, writer: AnswerWriter, frames: Frames) -> A
     except Exception as error:
         if not isinstance(error, APIError):
             logger.exception("an answer could not be written to its end")
-        yield frames.frame(dialect_of(request).error_event(from_error(error), request_id_of(request))).encode()
+        yield frames.frame(error_event(request, from_error(error))).encode()
     yield frames.end()
 
 
@@ -255,7 +263,7 @@ class _EventStream(StreamingResponse):
         except TimeoutError:
             self._answer.close()
             error = timed_out(service_of(self._request).config.request_timeout_s)
-            event = dialect_of(self._request).error_event(error, request_id_of(self._request))
+            event = error_event(self._request, error)
             text, at = self._frames.unsent
             last = (text[at:] + self._frames.frame(event)).encode() + self._frames.end()
             await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -17,7 +17,7 @@ from foreword.request import StructuredOutputsParams
 from foreword.server.api_errors import APIError, InvalidFieldError, LongPromptError, bad_request, unknown_model
 from foreword.server.calls import Call, sampling_of, sampling_params
 from foreword.server.chats.chat import Chat, num_prompt_tokens, start_chat
-from foreword.server.dialect import Dialect, ErrorAnswer, Event
+from foreword.server.dialect import Dialect
 from foreword.server.dialects.anthropic.answer import MessageAnswer
 from foreword.server.dialects.anthropic.fields import CountMessageTokensRequest, CreateMessageRequest
 from foreword.server.dialects.anthropic.messages import chat_of, output_format
@@ -118,21 +118,6 @@ _STATUSES = {"timeout": 504, "engine_failed": OVERLOADED}
 """Anthropic's statuses by foreword's error codes, where they differ from foreword's."""
 
 
-def status_of(error: APIError) -> int:
-    """Return the status of an error's answer."""
-    return _STATUSES.get(error.code or "", error.status)
-
-
-def body_of_error(error: APIError, request_id: str) -> dict[str, Any]:
-    """Return the body of an error's answer; `details.error_code` is foreword's code."""
-    status = status_of(error)
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    described: dict[str, Any] = {"type": kind, "message": _message(error)}
-    if error.code is not None:
-        described["details"] = {"error_code": error.code}
-    return {"type": "error", "error": described, "request_id": request_id}
-
-
 def _message(error: APIError) -> str:
     match error:
         case InvalidFieldError():
@@ -149,16 +134,22 @@ class Anthropic(Dialect):
 
     name = "anthropic"
     routers = (router,)
+    error_event = "error"
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
         return "anthropic-version" in headers or f"{path}/".startswith("/v1/messages/")
 
-    def error(self, error: APIError, request_id: str) -> ErrorAnswer:
-        return ErrorAnswer(status_of(error), body_of_error(error, request_id), error.headers or {})
+    def status(self, error: APIError) -> int:
+        return _STATUSES.get(error.code or "", error.status)
 
-    def error_event(self, error: APIError, request_id: str) -> Event:
-        return "error", body_of_error(error, request_id)
+    def error(self, error: APIError, request_id: str) -> dict[str, Any]:
+        status = self.status(error)
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        described: dict[str, Any] = {"type": kind, "message": _message(error)}
+        if error.code is not None:  # foreword's code
+            described["details"] = {"error_code": error.code}
+        return {"type": "error", "error": described, "request_id": request_id}
 
     def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:
         limit = query.get("limit", "20")

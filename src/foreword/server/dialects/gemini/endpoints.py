@@ -17,7 +17,7 @@ from foreword.server.api_errors import APIError, UnknownFieldError, bad_request,
 from foreword.server.calls import Call, sampling_params
 from foreword.server.chats.chat import Chat, num_prompt_tokens, start_chat
 from foreword.server.crews import off_loop
-from foreword.server.dialect import Dialect, ErrorAnswer, Event
+from foreword.server.dialect import Dialect
 from foreword.server.dialects.gemini import cached_contents
 from foreword.server.dialects.gemini.answer import GeneratedContent, tokens_of_text
 from foreword.server.dialects.gemini.cached_contents import Use, settle, use_of
@@ -136,11 +136,20 @@ class Gemini(Dialect):
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str | None:
         return headers.get("x-goog-api-key") or query.get("key") or shown_key(headers)
 
-    def error(self, error: APIError, request_id: str) -> ErrorAnswer:
-        return ErrorAnswer(_status(error), _body(error), error.headers or {})
+    def status(self, error: APIError) -> int:
+        return _STATUSES.get(error.status, error.status)
 
-    def error_event(self, error: APIError, request_id: str) -> Event:
-        return None, _body(error)
+    def error(self, error: APIError, request_id: str) -> dict[str, Any]:
+        status, message = self.status(error), _message(error)
+        details: list[dict[str, Any]] = []
+        if error.param is not None:
+            violation = {"field": error.param, "description": message}
+            details.append({"@type": f"{_TYPE}BadRequest", "fieldViolations": [violation]})
+        if error.headers and "Retry-After" in error.headers:
+            details.append({"@type": f"{_TYPE}RetryInfo", "retryDelay": f"{error.headers['Retry-After']}s"})
+        name = _NAMES.get(status, "INVALID_ARGUMENT" if status < 500 else "INTERNAL")
+        described = {"code": status, "message": message, "status": name}
+        return {"error": described | ({"details": details} if details else {})}
 
     def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:
         start = number_in(query, "pageToken")
@@ -152,23 +161,6 @@ class Gemini(Dialect):
         if name not in names:
             raise unknown_model(name)
         return _model(service, name)
-
-
-def _status(error: APIError) -> int:
-    return _STATUSES.get(error.status, error.status)
-
-
-def _body(error: APIError) -> dict[str, Any]:
-    status, message = _status(error), _message(error)
-    name = _NAMES.get(status, "INVALID_ARGUMENT" if status < 500 else "INTERNAL")
-    details: list[dict[str, Any]] = []
-    if error.param is not None:
-        violation = {"field": error.param, "description": message}
-        details.append({"@type": f"{_TYPE}BadRequest", "fieldViolations": [violation]})
-    if error.headers and "Retry-After" in error.headers:
-        details.append({"@type": f"{_TYPE}RetryInfo", "retryDelay": f"{error.headers['Retry-After']}s"})
-    described = {"code": status, "message": message, "status": name}
-    return {"error": described | ({"details": details} if details else {})}
 
 
 def _message(error: APIError) -> str:

@@ -26,7 +26,7 @@ from foreword.server.bodies.fields import Body
 from foreword.server.calls import Call, sampling_params
 from foreword.server.chats.chat import ChatAnswer, start_chat
 from foreword.server.crews import off_loop
-from foreword.server.dialect import Dialect, ErrorAnswer, Event
+from foreword.server.dialect import Dialect
 from foreword.server.dialects.ollama.answer import OllamaAnswer, Wish, now
 from foreword.server.dialects.ollama.fields import (
     EmbedRequest,
@@ -279,11 +279,8 @@ class Ollama(Dialect):
     def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
         return path.startswith("/api/")
 
-    def error(self, error: APIError, request_id: str) -> ErrorAnswer:
-        return ErrorAnswer(error.status, {"error": str(error)}, error.headers or {})
-
-    def error_event(self, error: APIError, request_id: str) -> Event:
-        return None, {"error": str(error)}
+    def error(self, error: APIError, request_id: str) -> dict[str, Any]:
+        return {"error": str(error)}
 
     def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:
         return listed(service, names)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError, unknown_model
-from foreword.server.dialect import Dialect, ErrorAnswer, Event
+from foreword.server.dialect import Dialect
 from foreword.server.dialects.openai import completions, modules, responses, scores
 from foreword.server.service import Service
 
@@ -22,11 +22,16 @@ class OpenAI(Dialect):
     def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
         return True
 
-    def error(self, error: APIError, request_id: str) -> ErrorAnswer:
-        return ErrorAnswer(error.status, _body(error), error.headers or {})
-
-    def error_event(self, error: APIError, request_id: str) -> Event:
-        return None, _body(error)
+    def error(self, error: APIError, request_id: str) -> dict[str, Any]:
+        code = error.code
+        match error:
+            case UnknownFieldError():
+                code = "unknown_parameter"
+            case InvalidFieldError(problem="Field required"):
+                code = "missing_required_parameter"
+            case InvalidFieldError():
+                code = "invalid_value"
+        return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": code}}
 
     def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:
         return {"object": "list", "data": [_model(service, name) for name in names]}
@@ -35,18 +40,6 @@ class OpenAI(Dialect):
         if name not in names:
             raise unknown_model(name)
         return _model(service, name)
-
-
-def _body(error: APIError) -> dict[str, Any]:
-    code = error.code
-    match error:
-        case UnknownFieldError():
-            code = "unknown_parameter"
-        case InvalidFieldError(problem="Field required"):
-            code = "missing_required_parameter"
-        case InvalidFieldError():
-            code = "invalid_value"
-    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": code}}
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
