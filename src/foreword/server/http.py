@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Protocol
+from functools import partial
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from starlette.responses import Response, StreamingResponse
@@ -27,21 +29,29 @@ PING_INTERVAL_S = 10.0
 """Seconds without an event after which a stream sends its dialect's ping. Some clients give up after 300 seconds."""
 
 
-class AnswerWriter(Protocol):
+class AnswerWriter(ABC):
     """Writes one answer in the form of an API."""
 
     answer: AnswerStream
     piece_depth: int
     """The number of levels of a whole answer that are written item by item, down to single log probabilities."""
 
+    @abstractmethod
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         """Estimate the number of bytes of these deltas."""
 
+    @abstractmethod
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed, from one delta per choice."""
 
-    def events(self) -> AsyncIterator[list[Event]]:
+    @abstractmethod
+    def events_of(self, deltas: Sequence[Delta]) -> list[Event]:
+        """Return the events of these deltas in a streamed answer. Long work: it may run in a thread."""
+
+    async def events(self) -> AsyncIterator[list[Event]]:
         """Yield the events of a streamed answer; all events of a list can be sent at once."""
+        async for deltas in self.answer.deltas():
+            yield await off_loop(self.num_bytes(deltas), partial(self.events_of, deltas))
 
 
 def service_of(request: Request) -> Service:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -19,10 +18,10 @@ from foreword.cache import common_length
 from foreword.server.answer_stream import Delta
 from foreword.server.bodies.json_scan import parse_json
 from foreword.server.chats.chat import ChatAnswer
-from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
 from foreword.server.dialects.anthropic.fields import CreateMessageRequest
 from foreword.server.dialects.anthropic.messages import TTL_S
+from foreword.server.http import AnswerWriter
 from foreword.server.service import Service
 from foreword.text.conversation import read_arguments
 from foreword.text.reply import Call, Part, Reasoning, Text
@@ -34,7 +33,7 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": 
 """Anthropic's stop reasons by foreword's finish reasons. "refusal" means that the grammar allows no further token."""
 
 
-class MessageAnswer:
+class MessageAnswer(AnswerWriter):
     """Writes one message."""
 
     piece_depth = 4
@@ -45,6 +44,7 @@ class MessageAnswer:
         self._chat_answer = answer
         self._body = body
         self._num_output_tokens = self._num_thinking_tokens = 0
+        self._is_begun, self._blocks = False, _BlockEvents()
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         is_last = any(delta.finish_reason is not None for delta in deltas)
@@ -62,26 +62,19 @@ class MessageAnswer:
         message = self._message() | {"content": _blocks(reply.parts)} | self._end(delta, reply.finish_reason)
         return message | {"usage": {**self._usage(), "service_tier": "standard"}}
 
-    async def events(self) -> AsyncIterator[list[Event]]:
-        """Yield the events of a streamed answer."""
-        blocks = _BlockEvents()
-        is_begun = False
-        async for deltas in self.answer.deltas():
-            yield await off_loop(self.num_bytes(deltas), partial(self._events_of, deltas, blocks, is_begun=is_begun))
-            is_begun = True
-
-    def _events_of(self, deltas: Sequence[Delta], blocks: _BlockEvents, *, is_begun: bool) -> list[Event]:
+    def events_of(self, deltas: Sequence[Delta]) -> list[Event]:
         (delta,) = deltas
         self._num_output_tokens += len(delta.token_ids)
         reply = self._chat_answer.read(delta)
         events: list[dict[str, Any]] = []
-        if not is_begun:
+        if not self._is_begun:
+            self._is_begun = True
             usage = {**self._usage(), "service_tier": "standard"}
             events.append({"type": "message_start", "message": {**self._message(), "usage": usage}})
-        events += (event for part in reply.parts for event in blocks.of(part))
+        events += (event for part in reply.parts for event in self._blocks.of(part))
         if delta.finish_reason is not None:
             self._num_thinking_tokens = self._chat_answer.num_reasoning_tokens()
-            events += blocks.close()
+            events += self._blocks.close()
             end = {"type": "message_delta", "delta": self._end(delta, reply.finish_reason), "usage": self._usage()}
             events += ({**end, **self._context_management()}, {"type": "message_stop"})
         return [(event["type"], event) for event in events]

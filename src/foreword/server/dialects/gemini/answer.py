@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from foreword.request import Logprob, TokenLogprobs
 from foreword.server.answer_stream import Delta
 from foreword.server.chats.chat import LOWEST, ChatAnswer, arguments_of, num_bytes
-from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
+from foreword.server.http import AnswerWriter
 from foreword.server.service import Service
 from foreword.text.reply import Call, Part, Reasoning
 
@@ -20,7 +19,7 @@ MALFORMED = "MALFORMED_FUNCTION_CALL"
 Json = dict[str, Any]
 
 
-class GeneratedContent:
+class GeneratedContent(AnswerWriter):
     """Writes one answer with its candidates."""
 
     piece_depth = 5
@@ -47,19 +46,12 @@ class GeneratedContent:
     def whole(self, deltas: Sequence[Delta]) -> Json:
         return self._frame([self._candidate(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)])
 
-    async def events(self) -> AsyncIterator[list[Event]]:
-        """Yield the chunks of a streamed answer, as events without names."""
-        async for deltas in self.answer.deltas():
-            chunk = await off_loop(self.num_bytes(deltas), partial(self._chunk, deltas))
-            if chunk is not None:
-                yield [(None, chunk)]
-
-    def _chunk(self, deltas: Sequence[Delta]) -> Json | None:
-        """Return a chunk; None if there is nothing to show yet."""
+    def events_of(self, deltas: Sequence[Delta]) -> list[Event]:
+        """Return one chunk, as an event without a name; no event if there is nothing to show yet."""
         candidates = [self._candidate(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
         silent = {"content", "index"}
         changed = [each for each in candidates if each.keys() - silent or each["content"]["parts"] != _EMPTY]
-        return self._frame(changed) if changed else None
+        return [(None, self._frame(changed))] if changed else []
 
     def _frame(self, candidates: list[Json]) -> Json:
         return {

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.chats.chat import ChatAnswer, ReplyDelta, arguments_of, chat_logprobs, num_bytes
-from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
+from foreword.server.http import AnswerWriter
 from foreword.server.records import RequestRecord
 from foreword.server.service import Service
 from foreword.text.reply import Call, Part, Reasoning, Text
@@ -39,7 +38,7 @@ class Wish:
     """Whether the answer ends with its tokens, so that a later call can continue it."""
 
 
-class OllamaAnswer:
+class OllamaAnswer(AnswerWriter):
     """Writes one answer."""
 
     piece_depth = 4
@@ -60,12 +59,8 @@ class OllamaAnswer:
         [delta] = deltas
         return self._line(delta, self._read(delta).parts) | self._end(delta)
 
-    async def events(self) -> AsyncIterator[list[Event]]:
-        """Yield the lines of a streamed answer: one for each part, then the end."""
-        async for deltas in self.answer.deltas():
-            yield await off_loop(self.num_bytes(deltas), partial(self._lines, deltas))
-
-    def _lines(self, deltas: Sequence[Delta]) -> list[Event]:
+    def events_of(self, deltas: Sequence[Delta]) -> list[Event]:
+        """Return the lines: one for each part, then the end."""
         lines: list[Json] = []
         for delta in deltas:
             parts = self._read(delta).parts

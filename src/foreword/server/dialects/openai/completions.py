@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,7 +50,7 @@ from foreword.server.dialects.openai.messages import (
     structured_outputs,
     template_inputs,
 )
-from foreword.server.http import respond
+from foreword.server.http import AnswerWriter, respond
 from foreword.server.intake import CallWith
 from foreword.server.service import Service, new_id
 from foreword.text.detokenizer import Detokenizer
@@ -62,7 +62,7 @@ Chunk = dict[str, Any]
 AnyChoices = ChatRequest | TextCall
 
 
-class ChoicesAnswer(ABC):
+class ChoicesAnswer(AnswerWriter):
     """Writes one answer with its choices."""
 
     object_name: str
@@ -101,24 +101,24 @@ class ChoicesAnswer(ABC):
 
     async def events(self) -> AsyncIterator[list[Event]]:
         """Yield the events of a streamed answer. Their names are None, because OpenAI's events have no names here."""
-        options = self._body.stream_options
+        yield self._chunks(self._first_choices())
+        async for events in super().events():
+            yield events
+        options, extras = self._body.stream_options, self._extras.of(self.answer)
         with_usage = options is not None and bool(options.include_usage)
-
-        def used() -> Chunk:
-            if options is None or not with_usage:
-                return {}
-            return {"usage": self._usage_so_far() if options.continuous_usage_stats else None}
-
-        first: list[Event] = [(None, {**chunk, **used()}) for chunk in self._first_chunks()]
-        if first:
-            yield first
-        async for deltas in self.answer.deltas():
-            choices = await off_loop(self.num_bytes(deltas), partial(self._choices_of, deltas))
-            yield [(None, {**self._frame(self.chunk_name, [choice]), **used()}) for choice in choices]
-        extras = self._extras.of(self.answer)
         if with_usage or extras:
             last = {"usage": await off_loop(self._num_usage_bytes(), self._usage)} if with_usage else {}
             yield [(None, {**self._frame(self.chunk_name, []), **last, **extras})]
+
+    def events_of(self, deltas: Sequence[Delta]) -> list[Event]:
+        return self._chunks(choice for delta in deltas for choice in self._chunk_choices(delta))
+
+    def _chunks(self, choices: Iterable[Chunk]) -> list[Event]:
+        """Return a chunk for each of these choices, with the usage so far if the call asks for it."""
+        options, used = self._body.stream_options, Chunk()
+        if options is not None and options.include_usage:
+            used["usage"] = self._usage_so_far() if options.continuous_usage_stats else None
+        return [(None, {**self._frame(self.chunk_name, [choice]), **used}) for choice in choices]
 
     def _usage(self) -> Chunk:
         answer, params, service = self.answer, self.answer.jobs[0].params, self._service
@@ -143,10 +143,7 @@ class ChoicesAnswer(ABC):
         """Estimate the bytes that `_usage` reads."""
         return 0
 
-    def _choices_of(self, deltas: Sequence[Delta]) -> list[Chunk]:
-        return [choice for delta in deltas for choice in self._chunk_choices(delta)]
-
-    def _first_chunks(self) -> list[Chunk]:
+    def _first_choices(self) -> list[Chunk]:
         return []
 
     @abstractmethod
@@ -260,10 +257,10 @@ class _ChatCompletion(ChoicesAnswer):
             "stop_reason": delta.stop_reason,
         }
 
-    def _first_chunks(self) -> list[Chunk]:
+    def _first_choices(self) -> list[Chunk]:
         delta = {"role": "assistant", "content": "", "refusal": None}
         return [
-            self._frame(self.chunk_name, [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             for index in range(self._body.n or 1)
         ]
 

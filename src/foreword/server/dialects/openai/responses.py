@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -49,7 +48,7 @@ from foreword.server.dialects.openai.messages import (
     structured_outputs,
     template_inputs,
 )
-from foreword.server.http import Authorized, json_response, respond, service_of
+from foreword.server.http import AnswerWriter, Authorized, json_response, respond, service_of
 from foreword.server.intake import CallWith
 from foreword.server.kept_responses import PIECE_DEPTH, Messages
 from foreword.server.service import Service, new_id
@@ -407,7 +406,7 @@ def _response_format(text: TextOptions | None) -> ResponseFormat | None:
     return ResponseFormat(type=text_format.type, json_schema=schema)
 
 
-class _ResponseAnswer:
+class _ResponseAnswer(AnswerWriter):
     """Writes one response, whole or as events."""
 
     piece_depth = PIECE_DEPTH
@@ -434,6 +433,7 @@ class _ResponseAnswer:
         }
         with_encrypted = "reasoning.encrypted_content" in (body.include or ())
         self._output = OutputItems(tools, with_encrypted=with_encrypted)
+        self._finish_reason: str | None = None
         self._num_bytes = 0
         """The estimated bytes of all deltas so far, which the last events repeat."""
 
@@ -441,24 +441,21 @@ class _ResponseAnswer:
         return num_bytes(deltas, self._body.top_logprobs or 0)
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        for delta in deltas:
-            self._read(delta)
-        return self._finish(deltas[-1].finish_reason)[1]
+        self.events_of(deltas)
+        return self._finish()[1]
 
     async def events(self) -> AsyncIterator[list[Event]]:
         begun = self._response("in_progress")
         yield [self._output.event(f"response.{kind}", response=begun) for kind in ("created", "in_progress")]
-        async for (delta,) in self.answer.deltas():
-            new = self.num_bytes([delta])
-            self._num_bytes += new
-            events = await off_loop(new, partial(self._read, delta))
-            if events:
-                yield events
-            if delta.finish_reason is not None:
-                for event in await off_loop(self._num_bytes, partial(self._last_events, delta.finish_reason)):
-                    yield [event]
+        async for events in super().events():
+            yield events
+        for event in await off_loop(self._num_bytes, self._last_events):
+            yield [event]
 
-    def _read(self, delta: Delta) -> list[Event]:
+    def events_of(self, deltas: Sequence[Delta]) -> list[Event]:
+        (delta,) = deltas
+        self._num_bytes += self.num_bytes(deltas)
+        self._finish_reason = delta.finish_reason
         if self._extras.caching.is_prewarm:
             return []
         logprobs = self._logprobs(delta)
@@ -469,15 +466,15 @@ class _ResponseAnswer:
             logprobs = []
         return events
 
-    def _last_events(self, finish_reason: str | None) -> list[Event]:
+    def _last_events(self) -> list[Event]:
         """Make the last events. They repeat the whole answer three times, which may take a second: run in a thread."""
-        events, response = self._finish(finish_reason)
+        events, response = self._finish()
         events.append(self._output.event(f"response.{response['status']}", response=response))
         return [(name, to_long_json(data, EVENT_DEPTH.get(name or "", PIECE_DEPTH))) for name, data in events]
 
-    def _finish(self, finish_reason: str | None) -> tuple[list[Event], dict[str, Any]]:
+    def _finish(self) -> tuple[list[Event], dict[str, Any]]:
         """Finish the response, and keep it unless `store` is false. Returns the events at its end, and the response."""
-        is_prewarm = self._extras.caching.is_prewarm
+        is_prewarm, finish_reason = self._extras.caching.is_prewarm, self._finish_reason
         status = "completed" if finish_reason == "stop" or is_prewarm else "incomplete"
         events = [] if is_prewarm else [*self._output.finish(status)]
         items = self._output.items
