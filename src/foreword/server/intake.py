@@ -144,7 +144,7 @@ def document_bodies(app: FastAPI, routers: Sequence[APIRouter]) -> None:
         document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
         for route, model in taking:
             content = {"application/json": {"schema": references[model, "validation"]}}
-            for method in route.methods:
+            for method in route.methods or ():
                 described = document["paths"][route.path_format][method.lower()]
                 described["requestBody"] = {"required": True, "content": content}
         return document
