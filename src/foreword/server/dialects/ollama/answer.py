@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.chats.chat import ChatAnswer, ReplyDelta, arguments_of, chat_logprobs, num_bytes
 from foreword.server.dialect import Event
+from foreword.server.dialects.ollama.fields import GenerateRequest, OllamaChatRequest
 from foreword.server.http import AnswerWriter
 from foreword.server.records import RequestRecord
 from foreword.server.service import Service
@@ -24,36 +24,27 @@ def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """The form of an answer that a call asks for."""
-
-    model: str
-    is_chat: bool
-    num_top: int | None = None
-    """The number of likeliest tokens to report at each position; None: no log probabilities."""
-    num_ctx: int | None = None
-    """The server's context length, to report if the client asked for another length; None: do not report it."""
-    with_context: bool = False
-    """Whether the answer ends with its tokens, so that a later call can continue it."""
-
-
 class OllamaAnswer(AnswerWriter):
     """Writes one answer."""
 
     piece_depth = 4
 
-    def __init__(self, service: Service, answer: ChatAnswer | AnswerStream, wish: Wish) -> None:
+    def __init__(
+        self, service: Service, answer: ChatAnswer | AnswerStream, body: OllamaChatRequest | GenerateRequest
+    ) -> None:
         """`answer`: an AnswerStream for prompts without a chat template."""
         self.answer = answer.stream if isinstance(answer, ChatAnswer) else answer
         self._chat_answer = answer if isinstance(answer, ChatAnswer) else None
         self._service = service
-        self._wish = wish
+        self._body = body
+        self._num_top = body.top_logprobs or 0
+        self._with_context = isinstance(body, GenerateRequest) and not body.raw
+        """Whether the answer ends with its tokens, so that a later call can continue it."""
         self._num_calls = 0
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
-        context = 8 * len(self.answer.outputs[0].prompt_token_ids) if self._wish.with_context else 0
-        return context + num_bytes(deltas, self._wish.num_top or 0)
+        context = 8 * len(self.answer.outputs[0].prompt_token_ids) if self._with_context else 0
+        return context + num_bytes(deltas, self._num_top)
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         [delta] = deltas
@@ -82,17 +73,15 @@ class OllamaAnswer(AnswerWriter):
         thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
         calls = [call for part in parts if (call := self._call(part)) is not None]
         thinking = {"thinking": thoughts} if thoughts else {}
-        line: Json = {"model": self._wish.model, "created_at": now()}
-        if self._wish.is_chat:
+        line: Json = {"model": self._body.model, "created_at": now()}
+        if isinstance(self._body, OllamaChatRequest):
             called = {"tool_calls": calls} if calls else {}
             line["message"] = {"role": "assistant", "content": text, **thinking, **called}
         else:
             line |= {"response": text, **thinking}
         line["done"] = False
         if delta is not None and delta.logprobs:
-            line["logprobs"] = chat_logprobs(
-                self._service.tokenizer, delta.token_ids, delta.logprobs, self._wish.num_top or 0
-            )
+            line["logprobs"] = chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, self._num_top)
         return line
 
     def _call(self, part: Part) -> Json | None:
@@ -112,13 +101,14 @@ class OllamaAnswer(AnswerWriter):
             "prompt_cached_count": output.num_cached_tokens,
             "eval_count": len(output.outputs[0].token_ids),
         }
-        if self._wish.with_context:
+        if self._with_context:
             token_ids, ends = list(output.outputs[0].token_ids), self._service.llm.engine.limits.eos_token_ids
             if token_ids and token_ids[-1] in ends:  # the template writes the end token in the next turn
                 token_ids.pop()
             end["context"] = [*output.prompt_token_ids, *token_ids]
-        if self._wish.num_ctx is not None:
-            end["num_ctx"] = self._wish.num_ctx
+        wished = None if self._body.options is None else self._body.options.num_ctx
+        if wished not in (None, self._service.max_model_len):
+            end["num_ctx"] = self._service.max_model_len
         return end
 
 

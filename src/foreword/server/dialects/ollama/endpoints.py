@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from foreword.server.calls import Call, sampling_params
 from foreword.server.chats.chat import ChatAnswer, start_chat
 from foreword.server.crews import off_loop
 from foreword.server.dialect import Dialect
-from foreword.server.dialects.ollama.answer import OllamaAnswer, Wish, now
+from foreword.server.dialects.ollama.answer import OllamaAnswer, now
 from foreword.server.dialects.ollama.fields import (
     EmbedRequest,
     GenerateRequest,
@@ -145,7 +144,7 @@ async def chat(call: CallWith[OllamaChatRequest]) -> Response:
     chat = await call.work(lambda: chat_of(service, body, call.num_bytes))
     params = await sampling_params(service, sampling_of(body), output_format(body))
     answer = await start_chat(service, caller, new_id("ollama-"), chat, params, stream=body.stream is not False)
-    return await respond(call.request, OllamaAnswer(service, answer, _wish(service, body)), Frames())
+    return await respond(call.request, OllamaAnswer(service, answer, body), Frames())
 
 
 @router.post("/api/generate")
@@ -157,7 +156,6 @@ async def generate(call: CallWith[GenerateRequest]) -> Response:
     if not body.prompt:  # the call only asks to load the model
         return json_response(_loaded(body) | {"response": ""})
     params = await sampling_params(service, sampling_of(body), output_format(body))
-    wish = replace(_wish(service, body), with_context=not body.raw)
     answer: ChatAnswer | AnswerStream
     if body.raw:
         if body.context:
@@ -169,7 +167,7 @@ async def generate(call: CallWith[GenerateRequest]) -> Response:
     else:
         chat = await call.work(lambda: chat_of(service, body, call.num_bytes))
         answer = await start_chat(service, caller, new_id("ollama-"), chat, params, stream=body.stream is not False)
-    return await respond(call.request, OllamaAnswer(service, answer, wish), Frames())
+    return await respond(call.request, OllamaAnswer(service, answer, body), Frames())
 
 
 @router.post("/api/embed")
@@ -258,16 +256,6 @@ def _loaded(body: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:
     """Return the answer to a call that only loads or unloads the model. The model always stays loaded."""
     reason = "unload" if body.keep_alive in (0, "0") else "load"
     return {"model": body.model, "created_at": now(), "done": True, "done_reason": reason}
-
-
-def _wish(service: Service, body: OllamaChatRequest | GenerateRequest) -> Wish:
-    num_ctx = body.options.num_ctx if body.options is not None else None
-    return Wish(
-        body.model,
-        isinstance(body, OllamaChatRequest),
-        (body.top_logprobs or 0) if body.logprobs else None,
-        service.max_model_len if num_ctx is not None and num_ctx != service.max_model_len else None,
-    )
 
 
 class Ollama(Dialect):
