@@ -9,7 +9,7 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -179,19 +179,15 @@ async def delete_cached_content(content_id: str, request: Request, tenant: Autho
 # ------------------------------------------------------------------------- use
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """A cached content with which a request begins."""
-
-    content: CachedContent
-    beginning: CachedBeginning
-
-
-async def use_of(call: Call[GenerateContentRequest], model: str) -> Use | None:
-    """Return the cached content that a request names; None if it names no content. Raises APIError 400 or 403."""
+async def named_content(
+    call: Call[GenerateContentRequest], model: str
+) -> tuple[CachedContent, CachedBeginning] | tuple[None, None]:
+    """Return the cached content that a request names, and the chat's beginning that it holds. None twice if it names no
+    content. Raises APIError 400 or 403.
+    """
     body, service = call.body, call.service
     if body.cached_content is None:
-        return None
+        return None, None
     if any(field is not None for field in (body.system_instruction, body.tools, body.tool_config)):
         raise bad_request(
             "CachedContent can not be used with GenerateContent request setting system_instruction, tools or "
@@ -208,15 +204,15 @@ async def use_of(call: Call[GenerateContentRequest], model: str) -> Use | None:
         raise bad_request("cache_salt differs from that of the cached content; leave it out", param="cache_salt")
     text = content.source
     source = await off_loop(len(text), lambda: CachedSource.model_validate(parse_json(text.decode())))
-    return Use(content, CachedBeginning(source, _keep(service, content)))
+    return content, CachedBeginning(source, _keep(service, content))
 
 
-async def settle(service: Service, tenant: Tenant, use: Use) -> None:
+async def settle(service: Service, tenant: Tenant, used: CachedContent) -> None:
     """Update the entry that a queued request will make, if the cached content changed after the request was read."""
-    now = service.cached_contents.now(tenant, use.content.id)
+    now = service.cached_contents.now(tenant, used.id)
     if now is None:
-        await _drop(service, use.content.id)
-    elif now.expires_us != use.content.expires_us:
+        await _drop(service, used.id)
+    elif now.expires_us != used.expires_us:
         await _end_entry(service, now)
 
 

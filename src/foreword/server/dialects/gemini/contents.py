@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic.alias_generators import to_camel
 
@@ -178,16 +178,18 @@ def read_chat(
     thinking = body.generation_config.thinking_config if body.generation_config is not None else None
     first = body if cached is None else cached.source
     tools, conversation = _tools(first.tools), _Conversation()
-    marks = []
+    marks: list[ChatMark] = []
     if first.system_instruction is not None and first.system_instruction.parts:
         texts = _texts(first.system_instruction.parts, "systemInstruction")
         conversation.messages.append({"role": "system", "content": joined_parts(texts, "system")})
     if cached is not None:
         conversation.add(cached.source.contents or (), "cachedContent.contents")
-        before = conversation.size()
+    before, messages = len(conversation.messages), conversation.messages
+    last_size = _size(messages[-1]) if messages else (0, 0)
     conversation.add(body.contents, "contents")
-    if cached is not None:
-        marks.append(ChatMark(conversation.place_of(before), cached.keep))
+    if cached is not None:  # the cached content may end inside an answer, which the request continues
+        is_whole = before > 0 and _size(messages[before - 1]) == last_size
+        marks.append(ChatMark(Place(max(0, before - 1), None if is_whole else last_size[0]), cached.keep))
     return Chat(
         conversation.messages,
         tools,
@@ -202,12 +204,9 @@ def read_chat(
 # ------------------------------------------------------------------- messages
 
 
-class _Size(NamedTuple):
-    num_messages: int
-    num_characters: int
-    """The number of characters of the last message."""
-    num_calls: int
-    """The number of calls of the last message."""
+def _size(message: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of characters of a message, and the number of its calls."""
+    return len(message["content"]), len(message.get("tool_calls", ()))
 
 
 @dataclass(slots=True)
@@ -232,20 +231,6 @@ class _Conversation:
                 case _:
                     message = f"{where}.role is not valid; use a valid role: user, model"
                     raise bad_request(message, param=f"{where}.role")
-
-    def size(self) -> _Size:
-        """Return the conversation's size now."""
-        last = self.messages[-1] if self.messages else {"content": ""}
-        return _Size(len(self.messages), len(last["content"]), len(last.get("tool_calls", ())))
-
-    def place_of(self, size: _Size) -> Place:
-        """Return the place at which the conversation ended when it had this size."""
-        if not size.num_messages:
-            return Place(0, 0)
-        at = size.num_messages - 1
-        last = self.messages[at]
-        is_whole = (len(last["content"]), len(last.get("tool_calls", ()))) == (size.num_characters, size.num_calls)
-        return Place(at, None if is_whole else size.num_characters)
 
     def _add_answer(self, parts: Sequence[ContentPart], where: str) -> None:
         """Add the model's parts. Successive contents become one answer, because clients send streams back in pieces."""

@@ -20,7 +20,7 @@ from foreword.server.crews import off_loop
 from foreword.server.dialect import Dialect
 from foreword.server.dialects.gemini import cached_contents
 from foreword.server.dialects.gemini.answer import GeneratedContent, tokens_of_text
-from foreword.server.dialects.gemini.cached_contents import Use, settle, use_of
+from foreword.server.dialects.gemini.cached_contents import named_content, settle
 from foreword.server.dialects.gemini.contents import read_chat, sampling_of, structured_outputs, template_of
 from foreword.server.dialects.gemini.fields import (
     CountTokensRequest,
@@ -33,6 +33,7 @@ from foreword.server.dialects.gemini.fields import (
 )
 from foreword.server.http import JsonArray, json_response, respond
 from foreword.server.intake import CallWith
+from foreword.server.resources.store import CachedContent
 from foreword.server.service import Service, new_id
 
 METHODS = ("generateContent", "streamGenerateContent", "countTokens")
@@ -65,38 +66,36 @@ async def count_tokens(model: str, call: CallWith[CountTokensRequest]) -> Respon
         raise bad_request("give either contents or generateContentRequest")
     if request is None:
         request = GenerateContentRequest.model_construct(contents=body.contents)
-    chat, use = await _read(model, Call(request, call.request, call.service, call.tenant, call.num_bytes))
+    chat, used = await _read(model, Call(request, call.request, call.service, call.tenant, call.num_bytes))
     num_tokens = await num_prompt_tokens(call.service, replace(chat, marks=()))
     counted = {"totalTokens": num_tokens, "promptTokensDetails": tokens_of_text(num_tokens)}
-    return json_response(counted | ({"cachedContentTokenCount": use.content.num_tokens} if use is not None else {}))
+    return json_response(counted | ({} if used is None else {"cachedContentTokenCount": used.num_tokens}))
 
 
-async def _read(model: str, call: Call[GenerateContentRequest]) -> tuple[Chat, Use | None]:
+async def _read(model: str, call: Call[GenerateContentRequest]) -> tuple[Chat, CachedContent | None]:
     """Return the chat that a call asks for, and the cached content with which it begins, if any."""
     body, service = call.body, call.service
     service.check_model(model, call.tenant)
     if body.model is not None and body.model.removeprefix("models/") != model:
         raise bad_request(f"model is {body.model!r:.100}, and the path names {model!r}; leave it out", param="model")
-    use, template = await use_of(call, model), template_of(service)
-    if use is None:
-        return await call.work(lambda: read_chat(body, template, call.num_bytes)), None
-    num_bytes = call.num_bytes + len(use.content.source)
-    return await off_loop(num_bytes, lambda: read_chat(body, template, num_bytes, use.beginning)), use
+    (content, beginning), template = await named_content(call, model), template_of(service)
+    num_bytes = call.num_bytes + (0 if content is None else len(content.source))
+    return await off_loop(num_bytes, lambda: read_chat(body, template, num_bytes, beginning)), content
 
 
 async def _start(model: str, call: Call[GenerateContentRequest], *, stream: bool) -> GeneratedContent:
     service = call.service
-    chat, use = await _read(model, call)
+    chat, used = await _read(model, call)
     config = call.body.generation_config or GenerationConfig()
     form = await call.work(lambda: structured_outputs(config))
     params = await sampling_params(service, sampling_of(config), form)
     caller = call.caller("generate_content", model)
-    if use is not None:
-        caller = replace(caller, cache_salt=use.content.cache_salt)
+    if used is not None:
+        caller = replace(caller, cache_salt=used.cache_salt)
     answer = await start_chat(service, caller, new_id("gen-"), chat, params, stream=stream)
-    if use is not None:
+    if used is not None:
         try:
-            await settle(service, call.tenant, use)
+            await settle(service, call.tenant, used)
         except BaseException:
             answer.stream.close()
             raise
