@@ -10,6 +10,7 @@ from foreword.server.bodies.fields import (
     Body,
     Part,
     Penalty,
+    Positive,
     Priority,
     Probability,
     Salt,
@@ -74,41 +75,39 @@ class ModelRequest(Body):
     options: Options | None = None
 
 
-class EmbedRequest(Body):
+class _Call(Body):
+    """Fields of calls that compute something."""
+
+    model: Name
+    options: Options | None = None
+    # Ours.
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+    # Accepted, without effect here.
+    keep_alive: KeepAlive | None = None
+
+
+class EmbedRequest(_Call):
     """POST /api/embed."""
 
     HOLDS = "prompts"
 
-    model: Name
     input: str | Annotated[list[str], Field(fail_fast=True)]
     truncate: bool | None = None
     """Whether to cut the end off a text that is too long. None counts as true, as at Ollama."""
-    dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    options: Options | None = None
-    keep_alive: KeepAlive | None = None
-    # Ours.
-    cache_salt: Salt | None = None
-    priority: Priority | None = None
+    dimensions: Positive | None = None
 
 
-class OldEmbedRequest(Body):
+class OldEmbedRequest(_Call):
     """POST /api/embeddings, Ollama's older form of /api/embed."""
 
-    model: Name
     prompt: str | None = None
-    options: Options | None = None
-    keep_alive: KeepAlive | None = None
-    # Ours.
-    cache_salt: Salt | None = None
-    priority: Priority | None = None
 
 
-class _Generation(Body):
+class _Generation(_Call):
     """Fields of calls that generate."""
 
-    model: Name
     stream: bool | None = None
-    options: Options | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | Literal["", "low", "medium", "high"] | None = None
     logprobs: bool | None = None
@@ -117,10 +116,7 @@ class _Generation(Body):
     """Whether the earliest messages may be left out if the conversation is too long."""
     # Ours.
     session_id: SessionId | None = None
-    cache_salt: Salt | None = None
-    priority: Priority | None = None
     # Accepted, without effect here.
-    keep_alive: KeepAlive | None = None
     shift: bool | None = None
 
 
