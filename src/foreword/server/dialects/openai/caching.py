@@ -29,7 +29,7 @@ from foreword.server.dialects.openai.fields import (
 from foreword.server.intake import explain_invalid
 from foreword.server.observe.explanations import cache_report, told_to_client
 from foreword.server.records import RequestRecord
-from foreword.server.service import Caller, ChatMark, Service
+from foreword.server.service import Caller, ChatMark
 from foreword.text.conversation import Place, joined_parts
 
 TTL_S = {"30m": 1800.0, "12h": 43_200.0}
@@ -222,17 +222,18 @@ class Extras:
         tokens, `foreword.certificate` has a digest of logits for each choice, and `foreword.kv_hints` has the outcomes
         of hints.
         """
-        fields: dict[str, Any] = {}
+        ours: dict[str, Any] = {}
         records = [job.record for job in answer.jobs]
         if self._wants_cache:
             reports = [self._report(record) for record in records]
-            fields["foreword"] = {"cache": reports[0] if len(reports) == 1 else reports, **_of_drafts(answer)}
+            ours = {"cache": reports[0] if len(reports) == 1 else reports, **_of_drafts(answer)}
         if self._wants_certificate:
-            fields["foreword"] = fields.get("foreword", {}) | {"certificate": certificate(self._service, answer)}
+            ours["certificate"] = self._service.llm.certificate(answer.outputs)
         if self._hints is not None:
             for record, output in zip(records, answer.outputs, strict=True):
                 self._hints.note_request(record.session_id, record.num_prompt_tokens, output.kept)
-            fields["foreword"] = fields.get("foreword", {}) | {"kv_hints": self._hints.report()}
+            ours["kv_hints"] = self._hints.report()
+        fields: dict[str, Any] = {"foreword": ours} if ours else {}
         if self.caching.compare_with is not None:
             earlier = self._service.records.of_response(self.caching.compare_with, self._tenant.name)
             block_size = self._service.llm.layout.block_size
@@ -249,11 +250,6 @@ class Extras:
         if record.link is not None:
             report |= {"linked_tokens": record.link.linked_tokens, "computed_tokens": record.num_computed_tokens}
         return report
-
-
-def certificate(service: Service, answer: AnswerStream) -> dict[str, Any]:
-    """Return digests of the inputs and logits of a finished answer (`LLM.certificate`)."""
-    return service.llm.certificate(answer.outputs)
 
 
 def _of_drafts(answer: AnswerStream) -> dict[str, Any]:

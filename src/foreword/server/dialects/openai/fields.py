@@ -34,6 +34,10 @@ from foreword.server.bodies.fields import (
 from foreword.server.hints import KvHints
 from foreword.text.conversation import MARK, PICTURES
 
+Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+TokenIdLists = Annotated[list[SomeTokenIds], Field(min_length=1, fail_fast=True)]
+Link = Annotated[str, Field(max_length=32)]
+
 
 class StreamOptions(Body):
     """`stream_options`."""
@@ -328,7 +332,7 @@ class ChatRequest(_ChoicesCall):
     continue_final_message: bool = False
     chat_template_kwargs: TemplateInputs | None = None
     thinking_budget: Count | None = None
-    link: Annotated[str, Field(max_length=32)] | None = Field(
+    link: Link | None = Field(
         None,
         description="Method by which what follows an edit is copied from an earlier prompt of the session, such "
         "as first-16. Approximate: the answer says so in `approximate`. Left out: exact. The server must allow it "
@@ -375,12 +379,7 @@ class CompletionRequest(TextCall):
 
     prompt_embeds: PromptEmbeds | None = None
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-        | SomeTokenIds
-        | Annotated[list[SomeTokenIds], Field(min_length=1, fail_fast=True)]
-    )
+    prompt: str | Texts | SomeTokenIds | TokenIdLists
 
 
 class _ScoringCall(Body):
@@ -397,12 +396,7 @@ class _ScoringCall(Body):
 class EmbeddingsRequest(_ScoringCall):
     """POST /v1/embeddings."""
 
-    input: (
-        str
-        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-        | SomeTokenIds
-        | Annotated[list[SomeTokenIds], Field(min_length=1, fail_fast=True)]
-    )
+    input: str | Texts | SomeTokenIds | TokenIdLists
     dimensions: Positive | None = None
     encoding_format: Literal["float", "base64"] | None = None
 
@@ -417,11 +411,7 @@ class ScoreRequest(LabelCall):
     """POST /v1/score."""
 
     query: str | SomeTokenIds
-    items: (
-        str
-        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[SomeTokenIds], Field(min_length=1, fail_fast=True)]
-    )
+    items: str | Texts | TokenIdLists
     label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=128)]
     apply_softmax: bool | None = None
     """Whether the scores of an item add up to 1. Otherwise they are probabilities among all tokens."""
@@ -449,7 +439,7 @@ class RerankRequest(LabelCall):
 class ClassifyRequest(LabelCall):
     """POST /v1/classify."""
 
-    input: str | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+    input: str | Texts
     use_activation: bool | None = None
     """False: `probs` are the labels' log probabilities."""
     instruction: str | None = None
@@ -478,7 +468,7 @@ class ModulesRequest(TextCall):
     separator: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="Text after the instructions and after each document that is a text; default: an empty line."
     )
-    link: Annotated[str, Field(max_length=32)] | None = Field(
+    link: Link | None = Field(
         None,
         description="Method by which the parts are reused at any position, such as first-16. Approximate: the answer "
         "says so in `approximate`. Left out: exact. The server must allow it (--allow-links).",

@@ -20,6 +20,7 @@ from foreword.server.dialects.openai.fields import (
     ExplainRequest,
     ResponseFormat,
     StructuredOutputs,
+    TextFormat,
     TokenizeRequest,
     Tool,
     pictures_in,
@@ -115,13 +116,13 @@ def arguments_for_template(arguments: str) -> Mapping[str, Any] | str:
     return read_arguments(arguments)
 
 
-def structured_outputs(body: Any, response_format: ResponseFormat | None) -> StructuredOutputsParams | None:
+def structured_outputs(body: Any, text_format: ResponseFormat | TextFormat | None) -> StructuredOutputsParams | None:
     """Return the form that a call demands of the answer; None if the answer may be any text.
 
     Raises APIError or InvalidRequestError.
     """
     forms: dict[str, StructuredOutputsParams] = {}
-    of_format = _of_format(response_format)
+    of_format = _of_format(text_format)
     if of_format is not None:
         forms["response_format"] = of_format
     vllm_form: StructuredOutputs | None = body.structured_outputs
@@ -143,12 +144,13 @@ def structured_outputs(body: Any, response_format: ResponseFormat | None) -> Str
     return next(iter(forms.values()), None)
 
 
-def _of_format(response_format: ResponseFormat | None) -> StructuredOutputsParams | None:
-    if response_format is None or response_format.type == "text":
+def _of_format(text_format: ResponseFormat | TextFormat | None) -> StructuredOutputsParams | None:
+    if text_format is None or text_format.type == "text":
         return None
-    if response_format.type == "json_object":
+    if text_format.type == "json_object":
         return StructuredOutputsParams(json_object=True)
-    schema = response_format.json_schema.json_schema if response_format.json_schema is not None else None
+    described = text_format.json_schema if isinstance(text_format, ResponseFormat) else text_format
+    schema = None if described is None else described.json_schema
     if schema is None:
         raise bad_request("response_format json_schema needs json_schema.schema", param="response_format")
     return StructuredOutputsParams(json=schema)

@@ -34,12 +34,9 @@ from foreword.server.dialects.openai.fields import (
     FunctionCallItem,
     InputMessage,
     Item,
-    JsonSchema,
     ReasoningItem,
-    ResponseFormat,
     ResponsesRequest,
     ResponseTool,
-    TextOptions,
     pictures_in,
 )
 from foreword.server.dialects.openai.messages import (
@@ -375,7 +372,7 @@ async def create_response(call: CallWith[ResponsesRequest]) -> Response:
         "max_tokens": body.max_output_tokens,
         "logprobs": (body.top_logprobs or 0) if wants_logprobs else None,
     }
-    params = await sampling_params(service, fields, structured_outputs(body, _response_format(body.text)))
+    params = await sampling_params(service, fields, structured_outputs(body, body.text and body.text.format))
     if caching.is_prewarm:  # the engine always generates something
         params = replace(params, max_tokens=1, min_tokens=0)
     caller = replace(call.caller("responses"), is_uncached=caching.is_off)
@@ -395,15 +392,6 @@ async def delete_response(response_id: str, request: Request, tenant: Authorized
     """Forget a response."""
     service_of(request).kept_responses.delete(tenant, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
-
-
-def _response_format(text: TextOptions | None) -> ResponseFormat | None:
-    """Convert the format of a response's text to the form in chat completions."""
-    if text is None or text.format is None:
-        return None
-    text_format = text.format
-    schema = JsonSchema(name=text_format.name, schema=text_format.json_schema, strict=text_format.strict)
-    return ResponseFormat(type=text_format.type, json_schema=schema)
 
 
 class _ResponseAnswer(AnswerWriter):

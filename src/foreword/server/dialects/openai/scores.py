@@ -23,7 +23,6 @@ from foreword.server.bodies.json_scan import to_json
 from foreword.server.calls import Call
 from foreword.server.chats.score_template import Judge
 from foreword.server.crews import off_loop
-from foreword.server.dialects.openai.caching import certificate
 from foreword.server.dialects.openai.fields import (
     ClassifyRequest,
     EmbeddingsRequest,
@@ -64,7 +63,7 @@ async def score(call: CallWith[ScoreRequest]) -> Response:
     run = _Run(call, "score-")
     logprobs = await run.logprobs(prompts, body.label_token_ids, among_each_other=bool(body.apply_softmax))
     scores = [_shares(row) if body.apply_softmax else [math.exp(value) for value in row] for row in logprobs]
-    answer = run.answer() | {"object": "scoring", "scores": scores}
+    answer = run.fields | {"object": "scoring", "scores": scores}
     return await off_loop(24 * len(scores) * len(scores[0]), lambda: json_response(answer))
 
 
@@ -92,7 +91,7 @@ async def rerank(call: CallWith[RerankRequest]) -> Response:
         {"index": at, "relevance_score": relevance[at], **({"document": {"text": texts[at]}} if shows else {})}
         for at in order
     ]
-    answer = run.answer() | {"results": results}
+    answer = run.fields | {"results": results}
     return await call.work(lambda: json_response(answer))  # the answer repeats the documents
 
 
@@ -120,7 +119,7 @@ async def classify(call: CallWith[ClassifyRequest]) -> Response:
         }
         for at, of_text in enumerate(logprobs)
     ]
-    answer = run.answer() | {"object": "list", "created": int(time.time()), "data": data, "labels": labels}
+    answer = run.fields | {"object": "list", "created": int(time.time()), "data": data, "labels": labels}
     return await off_loop(24 * len(data) * len(labels), lambda: json_response(answer))
 
 
@@ -141,7 +140,8 @@ class _Run:
         """`prefix`: the beginning of the response's id."""
         self._service, self._caller = call.service, call.caller("score")
         self._certifies = call.body.foreword is not None and call.body.foreword.certificate
-        self._fields: dict[str, Any] = {"id": new_id(prefix), "model": call.body.model or call.service.model_name}
+        self.fields: dict[str, Any] = {"id": new_id(prefix), "model": call.body.model or call.service.model_name}
+        """The fields that all answers have."""
 
     async def logprobs(
         self, prompts: Sequence[Prompt], token_ids: Sequence[int], *, among_each_other: bool = True
@@ -155,14 +155,14 @@ class _Run:
             logprob_token_ids=() if among_each_other else distinct,
             certify=self._certifies,
         )
-        answer = await self._service.start(self._caller, self._fields["id"], prompts, params, stream=False)
+        answer = await self._service.start(self._caller, self.fields["id"], prompts, params, stream=False)
         await finished(answer)
         num_tokens = sum(len(output.prompt_token_ids) for output in answer.outputs)
         num_cached = sum(output.num_cached_tokens for output in answer.outputs)
         tokens = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
-        self._fields["usage"] = tokens | {"prompt_tokens_details": {"cached_tokens": num_cached}}
+        self.fields["usage"] = tokens | {"prompt_tokens_details": {"cached_tokens": num_cached}}
         if self._certifies:
-            self._fields["foreword"] = {"certificate": certificate(self._service, answer)}
+            self.fields["foreword"] = {"certificate": self._service.llm.certificate(answer.outputs)}
         rows = []
         for output in answer.outputs:
             logprobs = output.outputs[0].logprobs
@@ -175,10 +175,6 @@ class _Run:
         """Return the log probabilities of a judge's labels for each text."""
         prompts = await self._service.encode_each(texts, render, num_beside=LONG_TEXT)  # in threads: rendering is slow
         return await self.logprobs([Prompt(token_ids, begins_reply=True) for token_ids in prompts], judge.label_ids)
-
-    def answer(self) -> dict[str, Any]:
-        """Return the fields that all answers have."""
-        return self._fields
 
 
 def _shares(logprobs: Sequence[float]) -> list[float]:
