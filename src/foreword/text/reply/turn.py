@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import InvalidRequestError
+from foreword.request import TokenConstraint
+from foreword.request.sampling_params import ForkingConstraint
 from foreword.text.reply.format import BARE, ThinkingMarks, family
 from foreword.text.reply.reader import ReplyReader
 
@@ -18,31 +20,6 @@ if TYPE_CHECKING:
     from foreword.text.tokenizer import Tokenizer
 
 BoolArray = npt.NDArray[np.bool_]
-
-
-class Constraint(Protocol):
-    """Decides which tokens may come next."""
-
-    def allowed(self, output_token_ids: Sequence[int]) -> BoolArray: ...
-
-
-@runtime_checkable
-class Forking(Constraint, Protocol):
-    """A constraint that can look ahead."""
-
-    def fork(self) -> Constraint | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Spelling:
-    """The parts of a tokenizer that a limit needs."""
-
-    vocab_size: int
-    end_token_ids: Collection[int]
-    encode: Callable[[str], Sequence[int]]
-    """Tokens of a text that may have markers."""
-    open_stream: Callable[[], Callable[[int], str]]
-    """Opens a stream that turns tokens into text, markers included."""
 
 
 class ThinkingLimit:
@@ -56,19 +33,23 @@ class ThinkingLimit:
     def __init__(
         self,
         marks: ThinkingMarks,
-        spelling: Spelling,
+        tokenizer: Tokenizer,
+        open_answer: Callable[[], TokenConstraint] | None,
         *,
         is_open: bool,
-        budget: int | None = None,
-        answer: Constraint | None = None,
-        is_call: bool = False,
+        budget: int | None,
+        vocab_size: int,
+        end_token_ids: Collection[int],
+        is_call: bool,
     ) -> None:
-        """`is_open`: whether the prompt began the thinking. `answer`: the answer's constraint. `is_call`: whether
-        `answer` forces calls.
+        """`open_answer` opens the answer's constraint. `is_open`: whether the prompt began the thinking. `is_call`:
+        whether the constraint forces calls.
         """
-        self._marks, self._spelling, self._budget, self._answer = marks, spelling, budget, answer
+        answer = None if open_answer is None else open_answer()
+        self._marks, self._budget, self._answer = marks, budget, answer
+        self._tokenizer, self._end_token_ids = tokenizer, list(end_token_ids)
         self._lead = marks.after_call if is_call and marks.after_call is not None else marks.after
-        self._push = spelling.open_stream()
+        self._push = tokenizer.detokenizer(tokenizer.marker_ids).push
         self._state = "thinking" if is_open else "before"
         self._tail = ""
         """The end of the present state's text, in which to look for its marker."""
@@ -78,7 +59,7 @@ class ThinkingLimit:
         self._num_read = 0
         self._answered: list[int] = []
         """The tokens of the answer, for its constraint."""
-        self._all = np.ones(spelling.vocab_size, np.bool_)
+        self._all = np.ones(vocab_size, np.bool_)
         if not is_open and answer is not None:
             if marks.is_expected:
                 self._force(marks.opens, "thinking")
@@ -105,23 +86,23 @@ class ThinkingLimit:
             return self._answer.allowed(self._answered)
         mask = self._all.copy()
         if self._state != "answer" and self._answer is not None:
-            mask[list(self._spelling.end_token_ids)] = False  # the answer is still to come
+            mask[self._end_token_ids] = False  # the answer is still to come
         return mask
 
     def fork(self) -> ThinkingLimit | None:
         """Copy the limit at this place. None before the answer, or if its constraint cannot be copied."""
         if self._state != "answer" or self._forced:
             return None
-        answer = self._answer.fork() if isinstance(self._answer, Forking) else None
+        answer = self._answer.fork() if isinstance(self._answer, ForkingConstraint) else None
         if answer is None and self._answer is not None:
             return None
         forked = copy(self)
         forked._answer, forked._answered, forked._forced = answer, self._answered.copy(), []
-        forked._push = _read_no_text
+        forked._push = lambda token_id: ""  # no marker is looked for in an answer
         return forked
 
     def _force(self, text: str, then: str) -> None:
-        self._forced, self._state, self._tail = list(self._spelling.encode(text)), then, ""
+        self._forced, self._state, self._tail = list(self._tokenizer.encode_part(text)), then, ""
 
     def _read(self, token_id: int) -> None:
         text = self._push(token_id)
@@ -151,11 +132,6 @@ class ThinkingLimit:
             self._force(self._lead[len(after) :], "answer")
 
 
-def _read_no_text(token_id: int) -> str:
-    """Takes the place of a stream in a state without markers."""
-    return ""
-
-
 class Turn:
     """The state of a conversation at the end of its prompt."""
 
@@ -181,14 +157,14 @@ class Turn:
 
     def limit(
         self,
-        answer: Callable[[], Constraint] | None,
+        answer: Callable[[], TokenConstraint] | None,
         *,
         budget: int | None,
         vocab_size: int,
         end_token_ids: Collection[int],
         is_call: bool = False,
-    ) -> Callable[[], Constraint] | None:
-        """Return a function that opens a reply's limit, or None if nothing limits the reply.
+    ) -> Callable[[], TokenConstraint] | None:
+        """Return a function that opens a reply's limit, or None if nothing limits the reply. It can be pickled.
 
         `budget`: most tokens of thinking; `answer` opens the constraint after the thinking.
 
@@ -206,37 +182,14 @@ class Turn:
             return answer
         if budget is None and (answer is None or not (self.is_thinking or marks.is_expected)):
             return answer
-        return _LimitOpener(
-            self._tokenizer, marks, answer, vocab_size, tuple(end_token_ids), self.is_thinking, budget, is_call
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _LimitOpener:
-    """Opens the limits of one prompt's replies. It can be pickled, for another process that has the tokenizer."""
-
-    tokenizer: Tokenizer
-    marks: ThinkingMarks
-    answer: Callable[[], Constraint] | None
-    vocab_size: int
-    end_token_ids: tuple[int, ...]
-    is_thinking: bool
-    budget: int | None
-    is_call: bool
-
-    def __call__(self) -> ThinkingLimit:
-        tokenizer, marker_ids = self.tokenizer, self.tokenizer.marker_ids
-        spelling = Spelling(
-            self.vocab_size,
-            self.end_token_ids,
-            lambda text: list(tokenizer.encode_part(text)),
-            lambda: tokenizer.detokenizer(marker_ids).push,
-        )
-        return ThinkingLimit(
-            self.marks,
-            spelling,
+        return partial(
+            ThinkingLimit,
+            marks,
+            self._tokenizer,
+            answer,
             is_open=self.is_thinking,
-            budget=self.budget,
-            answer=None if self.answer is None else self.answer(),
-            is_call=self.is_call,
+            budget=budget,
+            vocab_size=vocab_size,
+            end_token_ids=tuple(end_token_ids),
+            is_call=is_call,
         )
