@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foreword.errors import ChatTemplateError
+from foreword.text.conversation import earlier_call, function_tool
 from foreword.text.reply.format import ReplyFormat
 from foreword.text.template_form import TemplateForm
 
@@ -87,8 +88,7 @@ def _said(text: str, **more: Any) -> dict[str, Any]:
 
 
 def _call(name: str, arguments: Any, number: int = 0) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {"id": f"call_{number:024x}", "type": "function", "function": function}
+    return earlier_call(f"call_{number:024x}", name, arguments)
 
 
 def _result(text: str, number: int = 0) -> dict[str, Any]:
@@ -97,19 +97,16 @@ def _result(text: str, number: int = 0) -> dict[str, Any]:
 
 def _tool(name: str, key: str) -> dict[str, Any]:
     schema = {"type": "object", "properties": {key: {"type": "string", "description": f"zqis{key}"}}, "required": [key]}
-    return {"type": "function", "function": {"name": name, "description": f"zqdoes{name}", "parameters": schema}}
+    return function_tool(name, f"zqdoes{name}", schema)
 
 
 _ADD, _ASK, _BID, _BUY, _CAN, _CUT = NAMES
 _TOOLS = (_tool(_ADD, _BID), _tool(_ASK, _BUY))
 _BARE_TOOLS = (
-    {"type": "function", "function": {"name": _ADD}},
-    {"type": "function", "function": {"name": _ASK, "parameters": {}}},
-    {"type": "function", "function": {"name": _CAN, "description": "zqdoes", "parameters": {"type": "object"}}},
-    {
-        "type": "function",
-        "function": {"name": _CUT, "parameters": {"type": "object", "properties": {_BUY: {"enum": ["zqx", "zqy"]}}}},
-    },
+    function_tool(_ADD, None, None),
+    function_tool(_ASK, None, {}),
+    function_tool(_CAN, "zqdoes", {"type": "object"}),
+    function_tool(_CUT, None, {"type": "object", "properties": {_BUY: {"enum": ["zqx", "zqy"]}}}),
 )
 _ONE_CALL = _call("zqcall1", {"zqkey1": "zqvalue1"})
 _OTHER_CALL = _call("zqcall2", {"zqkey2": "zqvalue2"}, 1)
@@ -118,10 +115,6 @@ _SHOWN_CALLS = (*_SHOWN_CALL, "zqcall2", "zqkey2", "zqvalue2")
 _REPR = ("'zqkey1'", "'zqvalue1'}", '\\"zqkey1')
 """Signs of arguments that were written as Python writes them, or as a text within JSON."""
 _SOON, _BROKEN = _user("zqquestion"), '{"zqkey1": "zqva'
-
-
-def _calling(*messages: dict[str, Any]) -> list[dict[str, Any]]:
-    return [_user("zqfirst"), *messages]
 
 
 _PARTS_REPR = ("'zqfirst'", "'zqthought'", '"zqfirst"', '"zqthought"')
@@ -140,74 +133,50 @@ QUESTIONS = Sample("two questions in succession", [_user("zqfirst"), _SOON])
 ANSWERS = Sample("two answers in succession", [_user("zqfirst"), _said("zqanswer"), _said("zqmore"), _SOON])
 TOOLS = Sample("tools", [_SOON], _TOOLS, (_ADD, f"zqdoes{_ADD}", _BID, f"zqis{_BID}", _ASK, _BUY))
 BARE_TOOLS = Sample("tools with fields left out", [_SOON], _BARE_TOOLS, (_ADD, _ASK, _CAN, _CUT))
+_CALLED, _OUT = _said("", tool_calls=[_ONE_CALL]), _result("zqout1")
+_CALLED_NEXT, _OUT_NEXT = _said("", tool_calls=[_OTHER_CALL]), _result("zqout2", 1)
+_TEXT_BESIDE = _said("zqtext", tool_calls=[_ONE_CALL])
+
+
+def _calls(
+    kind: str,
+    *messages: dict[str, Any],
+    tools: Sequence[Mapping[str, Any]] = _TOOLS,
+    marks: Sequence[str] = _SHOWN_CALL,
+    absent: Sequence[str] = _REPR,
+) -> Sample:
+    return Sample(kind, [_user("zqfirst"), *messages], tools, marks, absent)
+
+
 CALLS = (
-    Sample("a call", _calling(_said("", tool_calls=[_ONE_CALL]), _result("zqout1")), _TOOLS, _SHOWN_CALL, _REPR),
-    Sample(
-        "parallel calls",
-        _calling(_said("", tool_calls=[_ONE_CALL, _OTHER_CALL]), _result("zqout1"), _result("zqout2", 1)),
-        _TOOLS,
-        _SHOWN_CALLS,
-        _REPR,
-    ),
-    Sample(
-        "earlier calls",
-        _calling(
-            _said("", tool_calls=[_ONE_CALL]),
-            _result("zqout1"),
-            _said("", tool_calls=[_OTHER_CALL]),
-            _result("zqout2", 1),
-            _said("zqanswer"),
-            _SOON,
-        ),
-        _TOOLS,
-        _SHOWN_CALLS,
-        _REPR,
-    ),
-    Sample(
-        "a call of a conversation without tools",
-        _calling(_said("", tool_calls=[_ONE_CALL]), _result("zqout1"), _said("zqanswer"), _SOON),
-        (),
-        _SHOWN_CALL,
-        _REPR,
-    ),
-    Sample(
-        "text beside a call",
-        _calling(_said("zqtext", tool_calls=[_ONE_CALL]), _result("zqout1")),
-        _TOOLS,
-        _SHOWN_CALL,
-        _REPR,
-    ),
-    Sample(
-        "text beside an earlier call",
-        _calling(_said("zqtext", tool_calls=[_ONE_CALL]), _result("zqout1"), _said("zqanswer"), _SOON),
-        _TOOLS,
-        _SHOWN_CALL,
-        _REPR,
-    ),
+    _calls("a call", _CALLED, _OUT),
+    _calls("parallel calls", _said("", tool_calls=[_ONE_CALL, _OTHER_CALL]), _OUT, _OUT_NEXT, marks=_SHOWN_CALLS),
+    _calls("earlier calls", _CALLED, _OUT, _CALLED_NEXT, _OUT_NEXT, _said("zqanswer"), _SOON, marks=_SHOWN_CALLS),
+    _calls("a call of a conversation without tools", _CALLED, _OUT, _said("zqanswer"), _SOON, tools=()),
+    _calls("text beside a call", _TEXT_BESIDE, _OUT),
+    _calls("text beside an earlier call", _TEXT_BESIDE, _OUT, _said("zqanswer"), _SOON),
 )
-REASONING = Sample(
+REASONING = _calls(
     "reasoning before a call",
-    _calling(_said("", reasoning_content="zqthought", tool_calls=[_ONE_CALL]), _result("zqout1")),
-    _TOOLS,
-    ("zqthought", *_SHOWN_CALL),
-    _PARTS_REPR,
+    _said("", reasoning_content="zqthought", tool_calls=[_ONE_CALL]),
+    _OUT,
+    marks=("zqthought", *_SHOWN_CALL),
+    absent=_PARTS_REPR,
 )
-BESIDE = Sample(
+BESIDE = _calls(
     "reasoning and text beside a call",
-    _calling(_said("zqtext", reasoning_content="zqthought", tool_calls=[_ONE_CALL]), _result("zqout1")),
-    _TOOLS,
-    _SHOWN_CALL,
+    _said("zqtext", reasoning_content="zqthought", tool_calls=[_ONE_CALL]),
+    _OUT,
+    absent=(),
 )
-BROKEN = Sample(
+BROKEN = _calls(
     "a call whose arguments are no object",
-    _calling(
-        _said("", tool_calls=[_call("zqcall1", _BROKEN)]),
-        _result("zqout1"),
-        _said("", tool_calls=[_call("zqcall2", "[1, zqlist]", 1)]),
-        _result("zqout2", 1),
-    ),
-    _TOOLS,
-    ("zqcall1", "zqva", "zqcall2", "zqlist"),
+    _said("", tool_calls=[_call("zqcall1", _BROKEN)]),
+    _OUT,
+    _said("", tool_calls=[_call("zqcall2", "[1, zqlist]", 1)]),
+    _OUT_NEXT,
+    marks=("zqcall1", "zqva", "zqcall2", "zqlist"),
+    absent=(),
 )
 SAMPLES = (
     *(PLAIN, SYSTEM, SYSTEMS, *LATER_SYSTEM, QUESTIONS, ANSWERS, TOOLS, BARE_TOOLS),
