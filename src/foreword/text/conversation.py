@@ -20,16 +20,6 @@ PICTURES = "\x02pictures"
 OTHER_TOOL = {"type": "function", "function": {"name": "\x01", "description": "\x01", "parameters": {}}}
 
 
-def joined(texts: Sequence[str], between: str) -> str:
-    """Join texts with `between`, which is left out next to pictures."""
-    if MARK not in texts:
-        return between.join(texts)
-    whole = ""
-    for text in texts:
-        whole += text if not whole or text == MARK or whole.endswith(MARK) else between + text
-    return whole
-
-
 def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The files of all pictures of a conversation, in the order of their marks."""
     return [file for message in messages for file in message.get(PICTURES, ())]
@@ -125,8 +115,14 @@ def _plain_call(call: Any, index: int) -> dict[str, Any]:
 
 
 def joined_parts(texts: Sequence[str], role: Any) -> str:
-    """Join the parts of a content. Parts of an answer follow each other directly; other parts get their own lines."""
-    return joined(texts, "" if role == "assistant" else "\n")
+    """Join the parts of a content. Other parts than those of an answer, and than pictures, get their own lines."""
+    between = "" if role == "assistant" else "\n"
+    if MARK not in texts:
+        return between.join(texts)
+    whole = ""
+    for text in texts:
+        whole += text if not whole or text == MARK or whole.endswith(MARK) else between + text
+    return whole
 
 
 def read_arguments(text: str) -> Mapping[str, Any] | str:

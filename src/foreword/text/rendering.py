@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import regex
 
+from foreword.cache import common_length
 from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError, one_line
 from foreword.text.conversation import (
     Conversation,
@@ -327,7 +328,7 @@ class Renderer:
                 other, *_ = self._encoded(self._marked(ours.differing_after(place), continues))
             except ChatTemplateError:
                 other = token_ids[:0]
-            positions.append(_num_common(other, token_ids))
+            positions.append(common_length(other, token_ids))
         return token_ids, positions
 
     def _token_at(self, encoding: Any, length: int, text: str) -> int:
@@ -369,15 +370,8 @@ class Renderer:
                 )
             except ChatTemplateError:
                 continue
-            ends.add(_num_common(beginning, token_ids))
+            ends.add(common_length(beginning, token_ids))
         return tuple(sorted(ends - {0}))
-
-
-def _num_common(token_ids: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """The number of leading tokens that two prompts have in common."""
-    length = min(len(token_ids), len(other))
-    parts = np.flatnonzero(token_ids[:length] != other[:length])
-    return int(parts[0]) if len(parts) else length
 
 
 def apply_template(
