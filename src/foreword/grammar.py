@@ -109,8 +109,8 @@ class Grammars:
         eos = sorted(eos_token_ids)
         num_tokens = llguidance.LLTokenizer(tokenizer_json, eos_token=eos).vocab_size
         self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=max(num_tokens, vocab_size), eos_token=eos)
-        self._vocab_size = vocab_size
-        self._eos = np.array(eos, np.int64)
+        self.vocab_size = vocab_size
+        self.eos_token_ids = np.array(eos, np.int64)
         self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
         self.kept = KeptGrammars()
 
@@ -153,10 +153,6 @@ class Grammars:
             self.kept.keep(kind, source, matcher)
         return _Opener(self, kind, source, matcher)
 
-    def constraint(self, matcher: Any) -> TokenConstraint:
-        """Make the constraint of an answer that begins now."""
-        return _Constraint(matcher.deep_copy(), self._vocab_size, self._eos)
-
     def _compile(self, kind: Kind, source: str) -> Any:
         """Compile a matcher at its beginning, from which copies are made."""
         if len(source) > MAX_SOURCE_CHARACTERS:
@@ -189,7 +185,7 @@ class _Opener:
     matcher: Any
 
     def __call__(self) -> TokenConstraint:
-        return self.grammars.constraint(self.matcher)
+        return _Constraint(self.matcher.deep_copy(), self.grammars.vocab_size, self.grammars.eos_token_ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.grammars._open, (self.kind, self.source)
