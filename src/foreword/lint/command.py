@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run with parsed arguments."""
-    console = Console(stderr=args.json, highlight=False)
+    console = Console(stderr=args.json, highlight=False, markup=False, soft_wrap=True)
     if args.max_requests is not None and args.max_requests < 1:
         raise ConfigError(f"max_requests={args.max_requests} is too small; use at least 1")
     tokenizer = Tokenizer.load(args.model)
@@ -70,9 +70,9 @@ def print_report(report: LintReport, recorded: RecordedPrompts, console: Console
     if recorded.num_malformed:
         console.print(f"{recorded.num_malformed:,} lines were passed over:", style="yellow")
         for line in recorded.malformed:
-            console.print(f"    {line}", style="yellow", markup=False, soft_wrap=True)
+            console.print(f"    {line}", style="yellow")
     headline = f"{report.num_requests:,} requests, {report.num_tokens:,} prompt tokens"
-    console.print(f"{title}: {headline}, {report.hit_rate:.1%} of them found by a cache", markup=False, soft_wrap=True)
+    console.print(f"{title}: {headline}, {report.hit_rate:.1%} of them found by a cache")
     for number, finding in enumerate(report.findings, 1):
         _print_finding(number, finding, report, console)
     if report.apart_tokens:
@@ -81,15 +81,12 @@ def print_report(report: LintReport, recorded: RecordedPrompts, console: Console
             f"\nThe requests name {names}, which find nothing of each other's: {_rate(report, report.apart_tokens)} "
             "are computed again for that alone. If they are LoRA adapters of one model, aLoRA ones would share what "
             "comes before their invocation.",
-            markup=False,
-            soft_wrap=True,
         )
     if report.findings:
         console.print(
             f"\nAll mended, a cache finds {report.hit_rate_after:.1%} instead of {report.hit_rate:.1%} and computes "
             f"{_rate(report, report.wasted_tokens)} fewer.",
             style="bold",
-            soft_wrap=True,
         )
     else:
         console.print("\nNo prompts of one kind part early: what is computed is new text.", style="bold")
@@ -98,16 +95,14 @@ def print_report(report: LintReport, recorded: RecordedPrompts, console: Console
 def _print_finding(number: int, finding: Finding, report: LintReport, console: Console) -> None:
     causes = " and ".join(finding.causes)
     where = f"at token {finding.position:,} of request {finding.first_request + 1:,}"
-    console.print(f"\n{number}. {causes[0].upper()}{causes[1:]}, {where}", style="bold", markup=False, soft_wrap=True)
+    console.print(f"\n{number}. {causes[0].upper()}{causes[1:]}, {where}", style="bold")
     before = finding.before[-MAX_SHOWN // 2 :]
     for lead, example in zip([repr(before)[1:-1], *[""] * len(finding.examples)], finding.examples, strict=False):
         text = repr(example[: MAX_SHOWN // 2].rstrip())[1:-1]
-        console.print(f"     {lead:>{len(repr(before)) - 2}} | {text}", markup=False, soft_wrap=True)
+        console.print(f"     {lead:>{len(repr(before)) - 2}} | {text}")
     wasted = _rate(report, finding.wasted_tokens)
-    console.print(
-        f"   {finding.num_prompts:,} requests have it. Computed again after it: {wasted}.", markup=False, soft_wrap=True
-    )
-    console.print(f"   {finding.remedy} Hit rate then: {finding.hit_rate_after:.1%}.", markup=False, soft_wrap=True)
+    console.print(f"   {finding.num_prompts:,} requests have it. Computed again after it: {wasted}.")
+    console.print(f"   {finding.remedy} Hit rate then: {finding.hit_rate_after:.1%}.")
 
 
 def _rate(report: LintReport, num_tokens: int) -> str:
