@@ -16,7 +16,6 @@ from foreword.text.reply.arguments import (
     properties_of,
     read_json,
     required_of,
-    schemas_of,
     types_of,
 )
 from foreword.text.reply.parts import Call
@@ -31,7 +30,6 @@ _SCALAR = regex.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|t
 MAX_WORD = 400
 """Most characters of a number or a key without quotes."""
 Schemas = Mapping[str, Mapping[str, Any]]
-__all__ = ["CallBody", "Schemas", "open_body", "schemas_of"]
 _SPACE = regex.compile(r"\s*")
 _VALUE = "(?P<value>.*?)"
 

@@ -7,7 +7,6 @@ inside a string; ours does neither.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from foreword.text.reply.arguments import schemas_of
@@ -19,14 +18,6 @@ _CONTEXT = 64
 """Characters to keep before the position, for patterns that look back."""
 _MOST_SPACE = 64
 """Most characters of white space to hold back for a marker whose pattern begins with white space."""
-
-
-@dataclass(slots=True)
-class _OpenCall:
-    """A call that is being read, and its text, which is shown if it is not a call after all."""
-
-    body: CallBody
-    raw: list[str]
 
 
 class ReplyReader:
@@ -62,7 +53,9 @@ class ReplyReader:
         self._implicit = next((field for field in self._fields if field.open_re is None), None)
         self._region: Any = None
         """The open field, if its opening marker was read; else None."""
-        self._call: _OpenCall | None = None
+        self._call: CallBody | None = None
+        self._raw: list[str] = []
+        """The text of the call that is being read, which is shown if it is not a call after all."""
         self._buffer, self._at = "", 0
         self._space: list[str] = []
         """White space after the last text: the next part decides whether it is shown."""
@@ -216,8 +209,8 @@ class ReplyReader:
         if kind == "call":
             captures = {name: text for name, text in match.groupdict().items() if text is not None}
             marker = match.group()
-            body = open_body(field, captures, self._schemas, has_marker=bool(marker.strip()))
-            self._call = _OpenCall(body, [*self._space, marker])
+            self._call = open_body(field, captures, self._schemas, has_marker=bool(marker.strip()))
+            self._raw = [*self._space, marker]
         else:
             self._region = field
             self._lead = (field.join or "") if field.name in self._seen else ""
@@ -235,16 +228,16 @@ class ReplyReader:
         """Continue to read a call. Returns whether it has ended, or failed."""
         assert self._call is not None
         call, before = self._call, self._at
-        self._at = call.body.read(self._buffer, before, at_end=at_end)
-        call.raw.append(self._buffer[before : self._at])
-        if call.body.has_failed:
-            self._call, raw = None, "".join(call.raw)
+        self._at = call.read(self._buffer, before, at_end=at_end)
+        self._raw.append(self._buffer[before : self._at])
+        if call.has_failed:
+            self._call, raw = None, "".join(self._raw)
             if not raw:
                 return self._step_over()
             self._show(raw)
-        elif call.body.calls is not None:
+        elif call.calls is not None:
             self._call = None
-            self._parts += call.body.calls
+            self._parts += call.calls
             self._last = "call"
         else:
             return False
