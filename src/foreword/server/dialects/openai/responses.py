@@ -372,7 +372,9 @@ async def create_response(call: CallWith[ResponsesRequest]) -> Response:
         "max_tokens": body.max_output_tokens,
         "logprobs": (body.top_logprobs or 0) if wants_logprobs else None,
     }
-    params = await sampling_params(service, fields, structured_outputs(body, body.text and body.text.format))
+    params = await sampling_params(
+        service, fields, structured_outputs(body, None if body.text is None else body.text.format)
+    )
     if caching.is_prewarm:  # the engine always generates something
         params = replace(params, max_tokens=1, min_tokens=0)
     caller = replace(call.caller("responses"), is_uncached=caching.is_off)
