@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -29,7 +30,7 @@ from foreword.server.dialects.openai.fields import (
 from foreword.server.intake import explain_invalid
 from foreword.server.observe.explanations import cache_report, told_to_client
 from foreword.server.records import RequestRecord
-from foreword.server.service import Caller, ChatMark
+from foreword.server.service import ChatMark
 from foreword.text.conversation import Place, joined_parts
 
 TTL_S = {"30m": 1800.0, "12h": 43_200.0}
@@ -205,11 +206,12 @@ def _miss(reason: str, num_missed: int, num_reusable: int) -> dict[str, Any]:
 
 
 class Extras:
-    """Further fields of an answer, for which the call asked."""
+    """Further fields of an answer, for which the call asked, and the caller, whose hints one of them reports."""
 
-    def __init__(self, call: Call[AnyCall], caller: Caller, caching: Caching) -> None:
+    def __init__(self, call: Call[AnyCall], endpoint: str, caching: Caching) -> None:
         self.caching = caching
-        self._hints = caller.hints
+        self.caller = replace(call.caller(endpoint), is_uncached=caching.is_off)
+        self._hints = self.caller.hints
         self._service, self._tenant = call.service, call.tenant
         options = call.body.foreword or ForewordOptions()
         self._wants_certificate = options.certificate

@@ -69,11 +69,11 @@ class ChoicesAnswer(AnswerWriter):
     chunk_name: str
     piece_depth = 5
 
-    def __init__(self, service: Service, answer: AnswerStream, body: AnyChoices, extras: Extras) -> None:
+    def __init__(self, call: Call[AnyChoices], answer: AnswerStream, extras: Extras) -> None:
         self.answer = answer
         self._extras = extras
-        self._service = service
-        self._body = body
+        self._service = call.service
+        self._body = call.body
         self._num_top = 0
         self._hides_answer = False
         method = answer.jobs[0].record.approximate
@@ -117,24 +117,13 @@ class ChoicesAnswer(AnswerWriter):
         """Return a chunk for each of these choices, with the usage so far if the call asks for it."""
         options, used = self._body.stream_options, Chunk()
         if options is not None and options.include_usage:
-            used["usage"] = self._usage_so_far() if options.continuous_usage_stats else None
+            is_continuous, hides_answer = options.continuous_usage_stats, self._hides_answer
+            used["usage"] = form.usage_so_far(self.answer, hides_answer=hides_answer) if is_continuous else None
         return [(None, {**self._frame(self.chunk_name, [choice]), **used}) for choice in choices]
 
     def _usage(self) -> Chunk:
-        answer, params, service = self.answer, self.answer.jobs[0].params, self._service
-        sampling = {name: getattr(params, name) for name in service.sampling_defaults}
-        return form.usage(
-            answer.outputs,
-            service.llm,
-            answer.num_written_tokens(),
-            self._num_reasoning_tokens(),
-            sampling,
-            hides_answer=self._hides_answer,
-        )
-
-    def _usage_so_far(self) -> Chunk:
-        num_prompt_tokens = sum(len(job.record.prompt_token_ids) for job in self.answer.jobs)
-        return form.usage_so_far(num_prompt_tokens, [] if self._hides_answer else self.answer.outputs)
+        num_reasoning = self._num_reasoning_tokens()
+        return form.usage(self.answer, self._service, num_reasoning, hides_answer=self._hides_answer)
 
     def _num_reasoning_tokens(self) -> int:
         return 0
@@ -166,10 +155,9 @@ async def chat_completions(call: CallWith[ChatRequest]) -> Response:
     params = await sampling_params(service, _sampling(body), structured_outputs(body, body.response_format))
     if body.prediction is not None:
         params = replace(params, prediction_token_ids=await service.encode_part(body.prediction.text))
-    caller = replace(call.caller("chat.completions"), is_uncached=caching.is_off)
-    extras = Extras(call, caller, caching)
-    answer = await start_chat(service, caller, new_id("chatcmpl-"), chat, params, stream=bool(body.stream))
-    return await respond(call.request, _ChatCompletion(service, answer, body, extras))
+    extras = Extras(call, "chat.completions", caching)
+    answer = await start_chat(service, extras.caller, new_id("chatcmpl-"), chat, params, stream=bool(body.stream))
+    return await respond(call.request, _ChatCompletion(call, answer, extras))
 
 
 def _chat(body: ChatRequest, num_bytes: int) -> tuple[Chat, Caching]:
@@ -215,11 +203,11 @@ class _ChatCompletion(ChoicesAnswer):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, service: Service, answer: ChatAnswer, body: ChatRequest, extras: Extras) -> None:
-        super().__init__(service, answer.stream, body, extras)
-        self._num_top = body.top_logprobs or 0
+    def __init__(self, call: Call[ChatRequest], answer: ChatAnswer, extras: Extras) -> None:
+        super().__init__(call, answer.stream, extras)
+        self._num_top = call.body.top_logprobs or 0
         self._chat_answer = answer
-        self._is_named = isinstance(body.tool_choice, NamedToolChoice)
+        self._is_named = isinstance(call.body.tool_choice, NamedToolChoice)
         self._num_sent: dict[int, int] = {}
         """The number of calls that a stream has sent, by choice."""
 
@@ -315,14 +303,13 @@ async def complete(call: Call[TextCall], find: Callable[[], Awaitable[Sequence[P
     if body.best_of not in (None, body.n or 1):
         raise bad_request(f"best_of={body.best_of} must be equal to n; leave it out", param="best_of")
     caching = Caching(body)
-    caller = replace(call.caller(endpoint), is_uncached=caching.is_off)
-    extras = Extras(call, caller, caching)
+    extras = Extras(call, endpoint, caching)
     params = await sampling_params(service, _text_sampling(body), structured_outputs(body, body.response_format))
     prompts = [
         service.fit(replace(prompt, marks=caching.text_marks(len(prompt.token_ids))), params) for prompt in await find()
     ]
-    answer = await service.start(caller, new_id("cmpl-"), prompts, params, stream=bool(body.stream))
-    return await respond(call.request, _Completion(service, answer, body, extras))
+    answer = await service.start(extras.caller, new_id("cmpl-"), prompts, params, stream=bool(body.stream))
+    return await respond(call.request, _Completion(call, answer, extras))
 
 
 def _text_sampling(body: TextCall) -> dict[str, Any]:
@@ -387,8 +374,9 @@ def _bytes_of(text: str) -> bytes:
 class _Completion(ChoicesAnswer):
     object_name = chunk_name = "text_completion"
 
-    def __init__(self, service: Service, answer: AnswerStream, body: TextCall, extras: Extras) -> None:
-        super().__init__(service, answer, body, extras)
+    def __init__(self, call: Call[TextCall], answer: AnswerStream, extras: Extras) -> None:
+        super().__init__(call, answer, extras)
+        body = call.body
         self._num_top = body.logprobs or 0
         self._echo = bool(body.echo)
         self._hides_answer = body.max_tokens == 0

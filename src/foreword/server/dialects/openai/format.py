@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from foreword.llm import LLM
 from foreword.request import DraftCounts, RequestOutput, TokenLogprobs
+from foreword.server.answer_stream import AnswerStream
 from foreword.server.chats.chat import LOWEST
 from foreword.server.dialects.openai.caching import TTL_S
+from foreword.server.service import Service
 from foreword.text import Tokenizer
 from foreword.text.detokenizer import REPLACEMENT
 
-Writes = Mapping[float, int]
-"""The number of prompt tokens written to the cache, by the seconds for which the cache keeps them."""
 
-
-def usage(
-    outputs: Sequence[RequestOutput],
-    llm: LLM,
-    writes: Writes,
-    num_reasoning: int = 0,
-    sampling: Mapping[str, float] | None = None,
-    *,
-    hides_answer: bool = False,
-) -> dict[str, Any]:
-    """Return `usage` of chat and completions, over all prompts of a call; `sampling`: parameters to report with it.
-
-    `hides_answer`: whether the answer shows no tokens.
-    """
+def usage(answer: AnswerStream, service: Service, num_reasoning: int, *, hides_answer: bool) -> dict[str, Any]:
+    """Return `usage` of chat and completions, over all prompts of a call. `hides_answer`: it shows no tokens."""
+    outputs, params = answer.outputs, answer.jobs[0].params
     prompt, cached, completion = _num_tokens(outputs)
     completion = 0 if hides_answer else completion
-    counts = {"cached_tokens": cached, "cache_write_tokens": sum(writes.values()), "audio_tokens": 0}
+    num_written = sum(answer.num_written_tokens().values())
+    counts = {"cached_tokens": cached, "cache_write_tokens": num_written, "audio_tokens": 0}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {**counts, **_of_pictures(outputs), **_from_tiers(outputs, llm)},
+        "prompt_tokens_details": {**counts, **_of_pictures(outputs), **_from_tiers(outputs, service.llm)},
         "completion_tokens_details": {
             "reasoning_tokens": num_reasoning,
             "audio_tokens": 0,
             "accepted_prediction_tokens": sum(drafts.num_accepted for drafts in _drafts(outputs)),
             "rejected_prediction_tokens": sum(drafts.num_rejected for drafts in _drafts(outputs)),
         },
-        **_of_foreword(outputs, sampling),
+        **_of_foreword(outputs, {name: getattr(params, name) for name in service.sampling_defaults}),
     }
 
 
-def usage_so_far(num_prompt_tokens: int, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Return `usage` of a stream's chunk, with the counts that vLLM gives there. `outputs` may still be empty."""
-    completion = _num_tokens(outputs)[2]
+def usage_so_far(answer: AnswerStream, *, hides_answer: bool) -> dict[str, Any]:
+    """Return `usage` of a stream's chunk, with the counts that vLLM gives there."""
+    num_prompt_tokens = sum(len(job.record.prompt_token_ids) for job in answer.jobs)
+    completion = 0 if hides_answer else _num_tokens(answer.outputs)[2]
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": completion,
@@ -57,14 +48,14 @@ def usage_so_far(num_prompt_tokens: int, outputs: Sequence[RequestOutput]) -> di
     }
 
 
-def _of_foreword(outputs: Sequence[RequestOutput], sampling: Mapping[str, float] | None) -> dict[str, Any]:
+def _of_foreword(outputs: Sequence[RequestOutput], sampling: dict[str, Any]) -> dict[str, Any]:
     """Return counts of the tokens of linked prompts, and the sampling parameters to report."""
     reports = [output.link for output in outputs if output.link is not None]
     names = ("linked_tokens", "recomputed_tokens", "computed_tokens")
     fields: dict[str, Any] = {}
     if reports:
         fields = {name: sum(getattr(report, name) for report in reports) for name in names}
-    fields |= {"sampling": dict(sampling)} if sampling else {}
+    fields |= {"sampling": sampling} if sampling else {}
     return {"foreword": fields} if fields else {}
 
 
@@ -73,8 +64,9 @@ def _drafts(outputs: Sequence[RequestOutput]) -> list[DraftCounts]:
     return [choice.drafts for output in outputs for choice in output.outputs]
 
 
-def response_usage(outputs: Sequence[RequestOutput], llm: LLM, writes: Writes, num_reasoning: int) -> dict[str, Any]:
+def response_usage(answer: AnswerStream, service: Service, num_reasoning: int) -> dict[str, Any]:
     """Return `usage` of responses."""
+    outputs, writes = answer.outputs, answer.num_written_tokens()
     prompt, cached, completion = _num_tokens(outputs)
     by_ttl = {f"ttl_{ttl}_tokens": writes.get(seconds, 0) for ttl, seconds in TTL_S.items()}
     cache = {
@@ -84,7 +76,7 @@ def response_usage(outputs: Sequence[RequestOutput], llm: LLM, writes: Writes, n
     }
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {**cache, **_of_pictures(outputs), **_from_tiers(outputs, llm)},
+        "input_tokens_details": {**cache, **_of_pictures(outputs), **_from_tiers(outputs, service.llm)},
         "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": prompt + completion,

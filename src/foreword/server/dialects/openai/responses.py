@@ -17,11 +17,10 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response
 
-from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import Delta
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.json_scan import parse_json, to_long_json
-from foreword.server.calls import sampling_of, sampling_params
+from foreword.server.calls import Call, sampling_of, sampling_params
 from foreword.server.chats.chat import Chat, ChatAnswer, chat_logprobs, num_bytes, start_chat
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.crews import off_loop
@@ -48,7 +47,7 @@ from foreword.server.dialects.openai.messages import (
 from foreword.server.http import AnswerWriter, Authorized, json_response, respond, service_of
 from foreword.server.intake import CallWith
 from foreword.server.kept_responses import PIECE_DEPTH, Messages
-from foreword.server.service import Service, new_id
+from foreword.server.service import new_id
 from foreword.text.conversation import earlier_call, function_tool
 from foreword.text.reply import Call as ToolCall
 from foreword.text.reply import Part, Reasoning, Text
@@ -377,10 +376,9 @@ async def create_response(call: CallWith[ResponsesRequest]) -> Response:
     )
     if caching.is_prewarm:  # the engine always generates something
         params = replace(params, max_tokens=1, min_tokens=0)
-    caller = replace(call.caller("responses"), is_uncached=caching.is_off)
-    extras = Extras(call, caller, caching)
-    answer = await start_chat(service, caller, new_id("resp_"), chat, params, stream=bool(body.stream))
-    return await respond(call.request, _ResponseAnswer(service, answer, body, tenant, conversation, extras))
+    extras = Extras(call, "responses", caching)
+    answer = await start_chat(service, extras.caller, new_id("resp_"), chat, params, stream=bool(body.stream))
+    return await respond(call.request, _ResponseAnswer(call, answer, conversation, extras))
 
 
 @router.get("/v1/responses/{response_id}")
@@ -402,26 +400,18 @@ class _ResponseAnswer(AnswerWriter):
     piece_depth = PIECE_DEPTH
 
     def __init__(
-        self,
-        service: Service,
-        answer: ChatAnswer,
-        body: ResponsesRequest,
-        tenant: Tenant,
-        conversation: Messages,
-        extras: Extras,
+        self, call: Call[ResponsesRequest], answer: ChatAnswer, conversation: Messages, extras: Extras
     ) -> None:
         self.answer = answer.stream
         self._chat_answer = answer
         self._extras = extras
-        self._service = service
-        self._body = body
-        self._tenant = tenant
+        self._service, self._body, self._tenant = call.service, call.body, call.tenant
         self._conversation = conversation
         tools = {
             called_name(tool.name or "", namespace): CalledTool(tool.name or "", namespace, tool.type == "custom")
-            for _, namespace, tool in all_functions(body.tools or ())
+            for _, namespace, tool in all_functions(call.body.tools or ())
         }
-        with_encrypted = "reasoning.encrypted_content" in (body.include or ())
+        with_encrypted = "reasoning.encrypted_content" in (call.body.include or ())
         self._output = OutputItems(tools, with_encrypted=with_encrypted)
         self._finish_reason: str | None = None
         self._num_bytes = 0
@@ -485,9 +475,7 @@ class _ResponseAnswer(AnswerWriter):
         return events, response
 
     def _usage(self) -> dict[str, Any]:
-        answer = self.answer
-        num_reasoning = self._chat_answer.num_reasoning_tokens()
-        usage = form.response_usage(answer.outputs, self._service.llm, answer.num_written_tokens(), num_reasoning)
+        usage = form.response_usage(self.answer, self._service, self._chat_answer.num_reasoning_tokens())
         if self._extras.caching.is_prewarm:
             usage |= {"output_tokens": 0, "total_tokens": usage["input_tokens"]}
         return usage
