@@ -416,7 +416,8 @@ class LLM:
             prompt = Prompt(token_ids, begins_reply=not continues)
             if self.pictures is None:
                 return prompt
-            return self.pictures.shown(prompt, self.pictures.read(tokenizer.pictures(messages, inputs, template)))
+            files = tokenizer.pictures(messages, template_inputs=inputs, chat_template=template)
+            return self.pictures.shown(prompt, self.pictures.read(files))
         ends = tokenizer.message_ends(messages, token_ids, template_inputs=inputs, chat_template=template)
         return Prompt(token_ids, message_ends=ends, begins_reply=not continues)
 

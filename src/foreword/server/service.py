@@ -434,7 +434,7 @@ class Service:
             if self.media is not None:
                 await self.media.fill(pictures_of(messages), fetched)
             read = await self.crews.pictures.run(
-                lambda: pictures.read(self.tokenizer.pictures(messages, inputs), owner)
+                lambda: pictures.read(self.tokenizer.pictures(messages, template_inputs=inputs), owner)
             )
         return pictures.shown(prompt, read)
 

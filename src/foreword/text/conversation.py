@@ -7,7 +7,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NoReturn, TypedDict
 
@@ -218,6 +218,19 @@ class Place:
     """Length of the part: characters of the message's content, or number of tools; None: the whole message."""
 
 
+class Rendering(TypedDict, total=False):
+    """How a conversation is rendered."""
+
+    add_generation_prompt: bool | None
+    """False: the result ends after the last message. Otherwise it ends where the assistant's answer begins."""
+    continue_final_message: bool
+    """Whether the result ends inside the last message."""
+    template_inputs: Mapping[str, Any] | None
+    """Further values for the template, such as `tools`. A template ignores values that it does not know."""
+    chat_template: str | None
+    """Template in place of the tokenizer's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """The messages and inputs that a template renders."""
@@ -227,23 +240,41 @@ class Conversation:
     """The template's inputs besides the messages."""
     is_open: bool = True
     """Whether the prompt ends with the beginning of an answer, or after the last message."""
+    continues: bool = False
+    """Whether the prompt ends inside the last message."""
+    chat_template: str | None = None
+    """The template; None: the tokenizer's."""
+
+    @classmethod
+    def of(cls, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> Conversation:
+        """Return the conversation of messages from users. Raises InvalidRequestError."""
+        plain, is_open = plain_messages(messages), rendering.get("add_generation_prompt")
+        continues = rendering.get("continue_final_message", False)
+        if continues and is_open:
+            raise InvalidRequestError(
+                "continue_final_message=True and add_generation_prompt=True cannot be combined; leave one out"
+            )
+        if continues and not plain[-1]["content"].strip():
+            raise InvalidRequestError("continue_final_message=True needs a last message with text to continue")
+        inputs = rendering.get("template_inputs") or {}
+        return cls(plain, inputs, is_open is not False, continues, rendering.get("chat_template"))
 
     def differing_after(self, place: Place) -> Conversation:
         """Make a conversation that is equal to this one up to a place, and differs right after it."""
         if place.message is None:
             tools = [*self.inputs.get("tools", ())[: place.size], OTHER_TOOL]
-            return Conversation(self.messages, {**self.inputs, "tools": tools}, self.is_open)
+            return replace(self, inputs={**self.inputs, "tools": tools})
         at = place.message
         if place.size is None:
             at += 1
             if at == len(self.messages):
-                return Conversation(self.messages, self.inputs, is_open=False)
+                return replace(self, is_open=False)
             changed = {name: self.messages[at][name] for name in self.messages[at] if name not in _SAID_BESIDE}
             changed["content"] = _other(self.messages[at]["content"])
         else:
             content = self.messages[at]["content"]
             changed = {**self.messages[at], "content": content[: place.size] + _other(content[place.size :])}
-        return Conversation([*self.messages[:at], changed, *self.messages[at + 1 :]], self.inputs, self.is_open)
+        return replace(self, messages=[*self.messages[:at], changed, *self.messages[at + 1 :]])
 
 
 _SAID_BESIDE = ("tool_calls", "reasoning_content")

@@ -8,8 +8,9 @@ Control tokens such as `<|im_end|>` that users write stay text: a mark inside hi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,11 @@ from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError,
 from foreword.text.conversation import (
     Conversation,
     Place,
+    Rendering,
     common_beginning,
     in_parts,
     pictures_in_order,
     pictures_of,
-    plain_messages,
 )
 from foreword.text.reply.format import ReplyFormat, choose_format
 from foreword.text.template_engine import render
@@ -139,7 +140,7 @@ class Renderer:
 
             def render(messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> str:
                 is_open = messages[-1]["role"] != "assistant"
-                return self._apply(Conversation(messages, inputs, is_open), False, source)
+                return self._apply(Conversation(messages, inputs, is_open), source)
 
             report = Probe(render, self._family(source)).report()
             if len(self._reports) >= MOST_REPORTS:
@@ -181,43 +182,26 @@ class Renderer:
         self._hf.chat_template = source
 
     def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        template_inputs: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
+        self, messages: Sequence[Mapping[str, Any]], **rendering: Unpack[Rendering]
     ) -> npt.NDArray[np.int32]:
         """Token ids of a conversation, with the tokenizer's chat template or the given one.
 
-        `messages` are mappings with at least `role` and `content`, a text or a list of text parts. `template_inputs`
-        are further values for the template, such as `tools` or `reasoning_effort`; a template ignores values that it
-        does not know. The result ends where the assistant's answer begins; after the last message if
-        `add_generation_prompt` is False; inside the last message if `continue_final_message`. Raises
+        `messages` are mappings with at least `role` and `content`, a text or a list of text parts. Raises
         `InvalidRequestError` for malformed messages or inputs, and `ChatTemplateError` if there is no template or it
         refuses the messages.
         """
-        conversation = _conversation(messages, template_inputs, add_generation_prompt, continue_final_message)
-        return self._encoded(self._marked(conversation, continue_final_message, chat_template))[0]
+        return self._encoded(self._marked(Conversation.of(messages, rendering)))[0]
 
-    def render_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        template_inputs: Mapping[str, Any] | None = None,
-    ) -> str:
+    def render_text(self, messages: Sequence[Mapping[str, Any]], **rendering: Unpack[Rendering]) -> str:
         """The text whose tokens `render_chat` returns. Raises the same errors."""
-        conversation = _conversation(messages, template_inputs, add_generation_prompt, False)
-        return self._marked(conversation, False).plain
+        return self._marked(Conversation.of(messages, rendering)).plain
 
-    def _marked(self, chat: Conversation, continues: bool, chat_template: str | None = None) -> _Marked:
+    def _marked(self, chat: Conversation) -> _Marked:
         """Render a conversation to text. A mark hides the control tokens in messages."""
         wrong = sorted(_NO_INPUTS & set(chat.inputs))
         if wrong:
             raise InvalidRequestError(f"{wrong[0]!r} is not an input of a chat template; leave it out")
-        source = chat_template or self._source_for(chat)
+        source = self._source_for(chat)
         if source is None:
             raise ChatTemplateError(
                 "the model has no chat template: it continues texts; send a prompt written out in full (generate(), "
@@ -228,25 +212,20 @@ class Renderer:
         chat, mark = self._hidden(chat)
         messages, inputs = report.form.write(chat.messages, chat.inputs)
         if not pictures_of(chat.messages):
-            return _Marked(self._apply(Conversation(messages, inputs, chat.is_open), continues, source), mark)
-        text = self._apply(Conversation(in_parts(messages), inputs, chat.is_open), continues, source)
+            return _Marked(self._apply(replace(chat, messages=messages, inputs=inputs), source), mark)
+        text = self._apply(replace(chat, messages=in_parts(messages), inputs=inputs), source)
         return _Marked(self.with_written_signs(text), mark)
 
     def _source_for(self, chat: Conversation) -> str | None:
         has_tools = bool(chat.inputs.get("tools")) or any(message.get("tool_calls") for message in chat.messages)
-        return self._source(has_tools=has_tools)
+        return chat.chat_template or self._source(has_tools=has_tools)
 
-    def pictures(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        template_inputs: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
-    ) -> list[Any]:
+    def pictures(self, messages: Sequence[Mapping[str, Any]], **rendering: Unpack[Rendering]) -> list[Any]:
         """The files of a conversation's pictures, in the order of their signs in the rendered text."""
         if len(files := pictures_of(messages)) < 2:
             return files
-        chat = _conversation(messages, template_inputs, None, False)
-        form = self.template_report(chat_template or self._source_for(chat)).form
+        chat = Conversation.of(messages, rendering)
+        form = self.template_report(self._source_for(chat)).form
         return pictures_in_order(chat.messages, lambda ordered: form.write(ordered, chat.inputs)[0])
 
     def _hidden(self, chat: Conversation) -> tuple[Conversation, str]:
@@ -264,10 +243,10 @@ class Renderer:
                 return chat, ""
             if mark not in repr(chat):
                 break
-        return Conversation(messages, inputs, chat.is_open), mark
+        return replace(chat, messages=messages, inputs=inputs), mark
 
-    def _apply(self, chat: Conversation, continues: bool, source: str) -> str:
-        return apply_template(source, chat, self._hf.special_tokens_map, continues=continues)
+    def _apply(self, chat: Conversation, source: str) -> str:
+        return apply_template(source, chat, self._hf.special_tokens_map)
 
     def _encoded(self, marked: _Marked) -> tuple[npt.NDArray[np.int32], Any, npt.NDArray[np.intp]]:
         """Encode a text. Returns token ids without the marks, a fast tokenizer's encoding, and the marks' indices."""
@@ -287,29 +266,23 @@ class Renderer:
         return np.delete(token_ids, marks), encoded.encodings[0], marks
 
     def render_places(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        places: Sequence[Place],
-        *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        template_inputs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Mapping[str, Any]], places: Sequence[Place], **rendering: Unpack[Rendering]
     ) -> tuple[npt.NDArray[np.int32], list[int]]:
         """Return the token ids of `render_chat`, and for each place the number of tokens before it.
 
         These tokens do not depend on the text after the place. 0: the template does not show the place, or refuses the
         conversation that would find it. Each place costs a rendering; a slow tokenizer also has to tokenize it.
         """
-        ours = _conversation(messages, template_inputs, add_generation_prompt, continue_final_message)
+        ours = Conversation.of(messages, rendering)
         if not self._hf.is_fast:
-            return self._token_places(ours, places, continue_final_message)
-        marked = self._marked(ours, continue_final_message)
+            return self._token_places(ours, places)
+        marked = self._marked(ours)
         token_ids, encoding, marks = self._encoded(marked)
         text = marked.text
         positions = []
         for place in places:
             try:
-                other = self._marked(ours.differing_after(place), continue_final_message)
+                other = self._marked(ours.differing_after(place))
                 length = common_beginning(text, other.text)
             except ChatTemplateError:
                 length = 0
@@ -318,14 +291,12 @@ class Renderer:
             positions.append(at - int(np.searchsorted(marks, at)))
         return token_ids, positions
 
-    def _token_places(
-        self, ours: Conversation, places: Sequence[Place], continues: bool
-    ) -> tuple[npt.NDArray[np.int32], list[int]]:
-        token_ids, *_ = self._encoded(self._marked(ours, continues))
+    def _token_places(self, ours: Conversation, places: Sequence[Place]) -> tuple[npt.NDArray[np.int32], list[int]]:
+        token_ids, *_ = self._encoded(self._marked(ours))
         positions = []
         for place in places:
             try:
-                other, *_ = self._encoded(self._marked(ours.differing_after(place), continues))
+                other, *_ = self._encoded(self._marked(ours.differing_after(place)))
             except ChatTemplateError:
                 other = token_ids[:0]
             positions.append(common_length(other, token_ids))
@@ -348,62 +319,34 @@ class Renderer:
         self,
         messages: Sequence[Mapping[str, Any]],
         token_ids: npt.NDArray[np.int32],
-        *,
-        template_inputs: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
+        **rendering: Unpack[Rendering],
     ) -> tuple[int, ...]:
         """For each of a conversation's last messages, the number of rendered tokens up to its end, ascending.
 
         A conversation that continues differently after a message shares these tokens with this conversation. Only the
         MOST_MESSAGE_ENDS messages before the last one count, because each needs another rendering. Leaves out a message
-        if the template does not accept the conversation up to it. `template_inputs` and `chat_template` must be the
-        same as for `token_ids`.
+        if the template does not accept the conversation up to it. `rendering` must be the same as for `token_ids`.
         """
         ends = set()
         for count in range(max(1, len(messages) - MOST_MESSAGE_ENDS), len(messages)):
             try:
-                beginning = self.render_chat(
-                    messages[:count],
-                    add_generation_prompt=False,
-                    template_inputs=template_inputs,
-                    chat_template=chat_template,
-                )
+                chat = Conversation.of(messages[:count], {**rendering, "add_generation_prompt": False})
+                beginning, *_ = self._encoded(self._marked(chat))
             except ChatTemplateError:
                 continue
             ends.add(common_length(beginning, token_ids))
         return tuple(sorted(ends - {0}))
 
 
-def apply_template(
-    source: str, chat: Conversation, special_tokens: Mapping[str, Any], *, continues: bool = False
-) -> str:
+def apply_template(source: str, chat: Conversation, special_tokens: Mapping[str, Any]) -> str:
     """Render messages that are already in the form of the template. Raises ChatTemplateError."""
     inputs = {"tools": None, "documents": None, **special_tokens, **chat.inputs}
     try:
-        return render(source, chat.messages, inputs, is_open=chat.is_open and not continues, continues=continues)
+        return render(
+            source, chat.messages, inputs, is_open=chat.is_open and not chat.continues, continues=chat.continues
+        )
     except Exception as error:  # a template is a program: it may fail in any way
         roles = ", ".join(str(message["role"]) for message in chat.messages)
         raise ChatTemplateError(
             f"the chat template does not accept these messages (roles: {roles}): {one_line(error)}"
         ) from error
-
-
-def _conversation(
-    messages: Sequence[Mapping[str, Any]],
-    inputs: Mapping[str, Any] | None,
-    add_generation_prompt: bool | None,
-    continues: bool,
-) -> Conversation:
-    conversation = plain_messages(messages)
-    if continues:
-        _check_continued(conversation, add_generation_prompt)
-    return Conversation(conversation, inputs or {}, add_generation_prompt is not False)
-
-
-def _check_continued(conversation: Sequence[Mapping[str, Any]], add_generation_prompt: bool | None) -> None:
-    if add_generation_prompt:
-        raise InvalidRequestError(
-            "continue_final_message=True and add_generation_prompt=True cannot be combined; leave one out"
-        )
-    if not conversation[-1]["content"].strip():
-        raise InvalidRequestError("continue_final_message=True needs a last message with text to continue")
