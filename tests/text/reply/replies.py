@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from foreword.text.reply import Call, Part, Reasoning, ReplyFormat, ReplyReader, Text
 from foreword.text.reply.format import BARE, FAMILIES, family
-from foreword.text.reply.parts import joined
+from foreword.text.reply.reader import joined
 
 TOOLS = [
     {

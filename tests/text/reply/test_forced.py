@@ -20,7 +20,7 @@ from foreword.text import Tokenizer
 from foreword.text.reply import Call, Reasoning, Text
 from foreword.text.reply.forced import Function, forced_calls
 from foreword.text.reply.format import ThinkingMarks
-from foreword.text.reply.parts import joined
+from foreword.text.reply.reader import joined
 from foreword.text.reply.turn import Turn
 from text.reply.replies import FORMATS, NAMES, SAMPLES, read
 

@@ -12,7 +12,7 @@ import foreword.text.reply
 from foreword.errors import ConfigError, ModelLoadError
 from foreword.text.reply import Call, Reasoning, ReplyReader, Text, choose_format
 from foreword.text.reply.format import BARE, FAMILIES, GENERIC
-from foreword.text.reply.parts import joined
+from foreword.text.reply.reader import joined
 from text.reply.replies import NAMES, SAMPLES, read, wide
 
 OWN = {"start_anchor": "A:", "fields": {"thinking": {"open": "<mull>", "close": "</mull>"}, "content": {}}}

@@ -8,6 +8,7 @@ from typing import Any
 
 import regex
 
+from foreword.request import ToolCall as Call
 from foreword.text.reply.arguments import (
     as_json,
     beginning_at,
@@ -18,7 +19,6 @@ from foreword.text.reply.arguments import (
     required_of,
     types_of,
 )
-from foreword.text.reply.parts import Call
 from foreword.text.stream import overlap
 
 _JSON_SPACE = regex.compile(r"[ \t\r\n]*")

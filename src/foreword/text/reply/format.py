@@ -39,12 +39,10 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class ThinkingMarks:
-    """The marks at which thinking begins and ends in a reply."""
+    """The marks that open and close thinking in a reply."""
 
     opens: str
-    """The mark that opens thinking."""
     closes: str
-    """The mark that ends thinking."""
     before: str = ""
     """White space that templates write before `closes`."""
     after: str = ""
@@ -73,7 +71,6 @@ class ReplyFormat:
 
     @property
     def reads_calls(self) -> bool:
-        """Whether replies of this form have calls."""
         return "tool_calls" in self.template.fields
 
     def kind(self, name: str) -> str:

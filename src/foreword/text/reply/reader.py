@@ -7,17 +7,50 @@ inside a string; ours does neither.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from foreword.request import ToolCall
 from foreword.text.reply.arguments import schemas_of
 from foreword.text.reply.call_bodies import CallBody, may_grow, open_body
 from foreword.text.reply.format import ReplyFormat
-from foreword.text.reply.parts import Call, Part, Reasoning, Text, joined
 
 _CONTEXT = 64
 """Characters to keep before the position, for patterns that look back."""
 _MOST_SPACE = 64
 """Most characters of white space to hold back for a marker whose pattern begins with white space."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text for the reader of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model thought before it answered."""
+
+    text: str
+
+
+Call = ToolCall
+Part = Text | Reasoning | Call
+
+
+def joined(parts: list[Part]) -> list[Part]:
+    """Join neighbouring parts of one kind, and drop empty parts."""
+    merged: list[Part] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        if isinstance(part, Text) and isinstance(last, Text):
+            merged[-1] = Text(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            merged[-1] = Reasoning(last.text + part.text)
+        elif isinstance(part, Call) or part.text:
+            merged.append(part)
+    return merged
 
 
 class ReplyReader:
