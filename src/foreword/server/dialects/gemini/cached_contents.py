@@ -42,7 +42,7 @@ from foreword.server.service import Service, new_id
 from foreword.server.verbs import END_ENTRY
 
 _DURATION = re.compile(r"(\d{1,12})(?:\.(\d{1,9}))?s", re.ASCII)
-_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
+_TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 LATEST_US = (datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC) - _EPOCH) // _MICROSECOND
@@ -59,17 +59,15 @@ _PAGE_TOKEN = re.compile(r"(\d{1,18})-([0-9a-f]{32})", re.ASCII)
 def read_duration(text: str) -> int | None:
     """Return the microseconds of a duration such as "3.5s"; None for other texts and negative durations."""
     match = _DURATION.fullmatch(text)
-    return None if match is None else int(match[1]) * 10**6 + _microseconds(match[2])
+    return None if match is None else int(match[1]) * 10**6 + int((match[2] or "0").ljust(6, "0")[:6])
 
 
 def read_timestamp(text: str) -> int | None:
     """Return the microseconds since 1970 of a timestamp such as "2026-12-01T00:00:00.5Z"; None for other texts."""
-    match = _TIMESTAMP.fullmatch(text)
-    if match is None:
+    if not _TIMESTAMP.fullmatch(text):
         return None
     try:
-        second = datetime.fromisoformat(match[1].upper() + match[3].upper())
-        return (second - _EPOCH) // _MICROSECOND + _microseconds(match[2])
+        return (datetime.fromisoformat(text.upper()) - _EPOCH) // _MICROSECOND
     except (ValueError, OverflowError):
         return None
 
@@ -78,10 +76,6 @@ def timestamp(time_us: int) -> str:
     """Return the timestamp, in UTC, of microseconds since 1970."""
     moment = _EPOCH + timedelta(microseconds=time_us)
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-def _microseconds(fraction: str | None) -> int:
-    return int((fraction or "0").ljust(6, "0")[:6])
 
 
 # ------------------------------------------------------------------- endpoints

@@ -16,6 +16,7 @@ from pydantic.alias_generators import to_camel
 from foreword.engine import Keep
 from foreword.pictures import PictureFile
 from foreword.request import StructuredOutputsParams
+from foreword.server import calls
 from foreword.server.api_errors import APIError, UnknownFieldError, bad_request
 from foreword.server.chats.chat import Chat, thinking_inputs
 from foreword.server.chats.tools import ToolChoice
@@ -121,8 +122,7 @@ def sampling_of(config: GenerationConfig) -> dict[str, Any]:
     """Return the sampling parameters of a request. Raises APIError 400."""
     if config.logprobs is not None and not config.response_logprobs:
         raise _wrong("logprobs", "is only allowed with responseLogprobs: true")
-    same = "temperature top_p top_k seed presence_penalty frequency_penalty".split()
-    return {name: getattr(config, name) for name in same} | {
+    return calls.sampling_of(config) | {
         "n": config.candidate_count,
         "max_tokens": config.max_output_tokens,
         "stop": config.stop_sequences,

@@ -11,6 +11,7 @@ from typing import Any
 
 from foreword.pictures import file_of_base64
 from foreword.request import StructuredOutputsParams
+from foreword.server import calls
 from foreword.server.api_errors import bad_request
 from foreword.server.chats.chat import Chat, thinking_inputs
 from foreword.server.dialects.ollama.fields import (
@@ -110,7 +111,7 @@ def _thinking(service: Service, body: OllamaChatRequest | GenerateRequest) -> Pl
 def sampling_of(body: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:
     """Return the sampling parameters of a call's options."""
     options = body.options or Options()
-    return {name: getattr(options, name) for name in _SAME_NAMES} | {
+    return calls.sampling_of(options) | {
         "repetition_penalty": options.repeat_penalty,
         "seed": options.seed if (options.seed or 0) >= 0 else None,  # below 0: a new seed each time
         "max_tokens": options.num_predict if (options.num_predict or 0) > 0 else None,
@@ -123,6 +124,3 @@ def output_format(body: OllamaChatRequest | GenerateRequest) -> StructuredOutput
     if isinstance(body.format, dict):
         return StructuredOutputsParams(json=body.format)
     return StructuredOutputsParams(json_object=True) if body.format else None
-
-
-_SAME_NAMES = "temperature top_k top_p min_p stop presence_penalty frequency_penalty".split()
