@@ -31,6 +31,12 @@ _CONTEXTS: dict[tuple[Role | None, Role], tuple[tuple[Role, ...], int]] = {
     ("assistant", "assistant"): (("user", "assistant", "assistant"), 2),
 }
 """For each pair of roles in succession: a short conversation with both, and the index of the second message there."""
+_ENDING_WITH: dict[Role, tuple[Role, ...]] = {
+    "system": ("system",),
+    "user": ("user",),
+    "assistant": ("user", "assistant"),
+}
+"""For each role: a short conversation that ends with its message."""
 
 
 def schema_text(tokenizer: Tokenizer) -> SchemaText:
@@ -83,20 +89,15 @@ class _Messages:
 
     def _after(self, role: Role) -> str:
         """The text that ends a message, whichever message follows."""
-        if role == "system":  # many templates refuse a conversation of a system message alone
-            try:
-                return self._pieces(("system",))[-1]
-            except ChatTemplateError:
-                return ""
-        if role == "user":
-            return self._pieces(("user",))[-1]
-        return self._pieces(("user", "assistant"))[-1]
+        try:
+            return self._pieces(_ENDING_WITH[role])[-1]
+        except ChatTemplateError:
+            if role != "system":  # many templates refuse a conversation of a system message alone
+                raise
+            return ""
 
     def _answer(self, role: Role) -> str:
-        roles: tuple[Role, ...] = ("system",) if role == "system" else ("user",)
-        if role == "assistant":
-            roles = ("user", "assistant")
-        closed, opened = (self._pieces(roles, opened=opened)[-1] for opened in (False, True))
+        closed, opened = (self._pieces(_ENDING_WITH[role], opened=opened)[-1] for opened in (False, True))
         if not opened.startswith(closed):
             raise ChatTemplateError("the template writes a message differently when an answer follows")
         return opened.removeprefix(closed)

@@ -46,7 +46,6 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All text released so far."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""

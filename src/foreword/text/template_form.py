@@ -279,10 +279,10 @@ def explained_form(form: TemplateForm, reply: ReplyFormat | None) -> ReplyFormat
 
 def _both(first: Message, second: Message) -> Message:
     both = {**first, **second}
-    for key, between in (("content", "\n\n"), ("reasoning_content", "\n\n")):
+    for key in ("content", "reasoning_content"):
         texts = [text for text in (first.get(key), second.get(key)) if isinstance(text, str) and text]
         if texts:
-            both[key] = between.join(texts)
+            both[key] = "\n\n".join(texts)
     calls = [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]
     return {**both, "tool_calls": calls} if calls else both
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,9 +37,9 @@ class Sample:
     absent: Sequence[str] = ()
     """Texts that the prompt must not have."""
 
-    def all_marks(self) -> list[str]:
-        """All texts that the prompt must have."""
-        return [*(message["content"] for message in self.messages if message["content"]), *self.marks]
+    @property
+    def contents(self) -> list[str]:
+        return [message["content"] for message in self.messages if message["content"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,6 @@ class TemplateReport:
     """Kinds of conversations that the template does not show in this form either."""
 
     def lost_kinds(self) -> frozenset[str]:
-        """Kinds that cannot be shown."""
         return frozenset(loss.kind for loss in self.losses)
 
 
@@ -288,8 +287,8 @@ class Probe:
             text = self._render(*form.write(sample.messages, inputs))
         except ChatTemplateError as error:
             return Loss(sample.kind, (), re.sub(r"^.*?\): ", "", str(error)))
-        marks = sample.all_marks()
-        lost = [mark for mark in marks if mark not in text] + [mark for mark in sample.absent if mark in text]
+        lost = [mark for mark in (*sample.contents, *sample.marks) if mark not in text]
+        lost += [mark for mark in sample.absent if mark in text]
         if not lost and not _in_order(text, sample):
             lost = ["order"]
         return Loss(sample.kind, tuple(lost)) if lost else None
@@ -304,8 +303,8 @@ def _each(name: str, *values: str) -> list[Mapping[str, str]]:
 
 def _in_order(text: str, sample: Sample) -> bool:
     """Whether the contents stand in the order of the messages. A system message at the beginning may stand anywhere."""
-    contents: Iterator[str] = (message["content"] for message in sample.messages if message["content"])
-    places = [text.rindex(content) for content in contents][1 if sample.messages[0]["role"] == "system" else 0 :]
+    places = [text.rindex(content) for content in sample.contents]
+    places = places[1 if sample.messages[0]["role"] == "system" else 0 :]
     return places == sorted(places)
 
 
