@@ -167,7 +167,6 @@ class _BlockEvents:
         self._digest = sha256()
 
     def of(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Yield the events of the next part."""
         if isinstance(part, Call):
             yield from self.close()
             name = {"id": f"toolu_{secrets.token_hex(12)}", "name": part.name}

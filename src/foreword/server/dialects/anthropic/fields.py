@@ -75,7 +75,6 @@ class ImageBlock(_Block):
 
     @property
     def text(self) -> str:
-        """The mark of a picture."""
         return MARK
 
     def file(self) -> PictureFile:

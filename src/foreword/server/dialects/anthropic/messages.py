@@ -61,7 +61,6 @@ class Marks:
         self._last: _Block | None = None
 
     def see(self, where: str, control: CacheControl | None, place: Place | None) -> None:
-        """Take the next block."""
         self._last = _Block(where, control, place)
         if control is not None:
             self._marked.append(self._last)

@@ -112,7 +112,6 @@ class Caching:
         return bool(self._explicit) or self._marks_end
 
     def chat_marks(self, num_messages: int) -> list[ChatMark]:
-        """Return the marks of a conversation."""
         explicit = self._explicit[-(MOST_MARKS - 1 if self._marks_end else MOST_MARKS) :]
         marks = [ChatMark(place, self._keep(ttl)) for place, ttl in explicit]
         return [*marks, ChatMark(Place(num_messages - 1), self._keep())] if self._marks_end else marks

@@ -204,7 +204,6 @@ class ImagePart(Unmarkable):
 
     @property
     def text(self) -> str:
-        """The mark of a picture."""
         return MARK
 
     def file(self) -> PictureFile:
@@ -304,7 +303,6 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        """The whole text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 

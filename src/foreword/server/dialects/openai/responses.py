@@ -241,7 +241,6 @@ class OutputItems:
         self._open: type[Text] | type[Reasoning] | None = None
 
     def event(self, kind: str, **data: Any) -> Event:
-        """Make the next event."""
         event = {"type": kind, "sequence_number": self._num_events, **data}
         self._num_events += 1
         return kind, event
@@ -395,8 +394,6 @@ async def delete_response(response_id: str, request: Request, tenant: Authorized
 
 
 class _ResponseAnswer(AnswerWriter):
-    """Writes one response, whole or as events."""
-
     piece_depth = PIECE_DEPTH
 
     def __init__(
