@@ -219,18 +219,8 @@ def _anchor(item: Mapping[str, Any], key: str) -> tuple[Any, list[str] | None, b
 
 
 def _plain(spec: Any) -> str:
-    """The texts of a template's markers. Escapes are removed from patterns."""
-    fields = list(spec["fields"].values())
-    marks = [field.get(key, ()) for field in fields for key in ("open", "open_pattern", "close", "close_pattern")]
-    marks += [text for field in fields for text in _texts(field.get("content_args", {}))]
-    return "\n".join(text for mark in marks for text in _texts(mark)).replace("\\", "")
-
-
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [text for item in inner for text in _texts(item)]
+    """The text of a template's fields, markers included. Escapes are removed from patterns."""
+    return json.dumps(spec["fields"], ensure_ascii=False).replace("\\", "")
 
 
 def _marked(chat_template: str) -> list[tuple[str, Mapping[str, Any]]]:
