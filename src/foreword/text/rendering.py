@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 import regex
+from jinja2 import TemplateSyntaxError
 
 from foreword.cache import common_length
 from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError, one_line
@@ -27,8 +28,8 @@ from foreword.text.conversation import (
     pictures_in_order,
     pictures_of,
 )
-from foreword.text.reply.format import ReplyFormat, choose_format
-from foreword.text.template_engine import render
+from foreword.text.reply.format import choose_format
+from foreword.text.template_engine import environment, render
 from foreword.text.template_probe import Probe, TemplateReport, refuse_lost
 
 MARKS = "⿻⿺⿹⿸⿷"
@@ -142,16 +143,12 @@ class Renderer:
                 is_open = messages[-1]["role"] != "assistant"
                 return self._apply(Conversation(messages, inputs, is_open), source)
 
-            report = Probe(render, self._family(source)).report()
+            report = Probe(render, choose_format(None, None, source)).report()
             if len(self._reports) >= MOST_REPORTS:
                 self._reports.pop(next(reversed(self._reports)), None)  # the first one is the tokenizer's own
             self._reports[source] = report
             return report
         return self._reports[source]
-
-    def _family(self, chat_template: str) -> ReplyFormat | None:
-        """The form of replies of the model to which a chat template belongs."""
-        return choose_format(None, None, chat_template)
 
     def take_control_tokens(self) -> None:
         """Let messages have control tokens, such as `<|im_end|>`, as text prompts may. Otherwise these stay text."""
@@ -172,13 +169,10 @@ class Renderer:
                 source = Path(template).expanduser().read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"chat_template={template!r} cannot be read as UTF-8 text: {error}") from error
-        from jinja2 import Environment, TemplateSyntaxError
-
         try:
-            Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+            environment().parse(source)
         except TemplateSyntaxError as error:
-            if "generation" not in str(error):  # transformers adds a block of this name
-                raise ConfigError(f"chat_template={template!r:.60} is not a Jinja template: {error}") from error
+            raise ConfigError(f"chat_template={template!r:.60} is not a Jinja template: {error}") from error
         self._hf.chat_template = source
 
     def render_chat(
@@ -274,8 +268,6 @@ class Renderer:
         conversation that would find it. Each place costs a rendering; a slow tokenizer also has to tokenize it.
         """
         ours = Conversation.of(messages, rendering)
-        if not self._hf.is_fast:
-            return self._token_places(ours, places)
         marked = self._marked(ours)
         token_ids, encoding, marks = self._encoded(marked)
         text = marked.text
@@ -283,23 +275,16 @@ class Renderer:
         for place in places:
             try:
                 other = self._marked(ours.differing_after(place))
-                length = common_beginning(text, other.text)
             except ChatTemplateError:
-                length = 0
+                positions.append(0)
+                continue
+            if encoding is None:  # of a slow tokenizer
+                positions.append(common_length(self._encoded(other)[0], token_ids))
+                continue
+            length = common_beginning(text, other.text)
             is_shown = length < len(text) or place.message == len(ours.messages) - 1
             at = self._token_at(encoding, length, text) if is_shown else 0
             positions.append(at - int(np.searchsorted(marks, at)))
-        return token_ids, positions
-
-    def _token_places(self, ours: Conversation, places: Sequence[Place]) -> tuple[npt.NDArray[np.int32], list[int]]:
-        token_ids, *_ = self._encoded(self._marked(ours))
-        positions = []
-        for place in places:
-            try:
-                other, *_ = self._encoded(self._marked(ours.differing_after(place)))
-            except ChatTemplateError:
-                other = token_ids[:0]
-            positions.append(common_length(other, token_ids))
         return token_ids, positions
 
     def _token_at(self, encoding: Any, length: int, text: str) -> int:

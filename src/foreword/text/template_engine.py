@@ -118,17 +118,23 @@ def _plain(value: Any) -> Any:
 
 @functools.lru_cache(MOST_TEMPLATES)
 def _compiled(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
+    return environment().from_string(source)
+
+
+@functools.cache
+def environment() -> ImmutableSandboxedEnvironment:
+    """The sandbox of all templates."""
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {
+    sandbox.filters["tojson"] = _to_json
+    sandbox.globals |= {
         "raise_exception": _raise,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "dict": _Dict(),
         "namespace": _Namespace,
     }
-    return environment.from_string(source)
+    return sandbox
 
 
 class _Generation(Extension):
