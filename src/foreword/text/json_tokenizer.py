@@ -126,6 +126,7 @@ class JsonTokenizer:
         self.special_tokens_map = dict(special)
         self.all_special_tokens = list(dict.fromkeys((*special.values(), *extra)))
         self.all_special_ids = self.convert_tokens_to_ids(self.all_special_tokens)
+        self.eos_token_id, self.unk_token_id, self.pad_token_id = map(self._id, ("eos_token", "unk_token", "pad_token"))
         self.chat_template: Any = None
         """The template's source, or several sources by their names."""
         self.response_template: Any = None
@@ -146,22 +147,6 @@ class JsonTokenizer:
     @functools.cached_property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
         return dict(self.backend_tokenizer.get_added_tokens_decoder())
-
-    @property
-    def eos_token(self) -> str | None:
-        return self.special_tokens_map.get("eos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._id("eos_token")
-
-    @property
-    def unk_token_id(self) -> int | None:
-        return self._id("unk_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._id("pad_token")
 
     def _id(self, name: str) -> int | None:
         token = self.special_tokens_map.get(name)

@@ -73,7 +73,9 @@ class Tokenizer(Renderer):
         if source is None:
             return None
         try:
-            hf_tokenizer: Any = JsonTokenizer.load(_folder(source), trust_remote_code=trust_remote_code)
+            if not Path(source).is_dir():
+                raise NotPlainError("the hub, where it lies")
+            hf_tokenizer: Any = JsonTokenizer.load(Path(source), trust_remote_code=trust_remote_code)
         except NotPlainError as reason:
             logger.info("transformers reads the tokenizer of %s, because of %s", model, reason)
             hf_tokenizer = _load_with_transformers(model, source, revision, trust_remote_code)
@@ -222,10 +224,7 @@ class Tokenizer(Renderer):
         text = self._token_texts.get(token_id)
         if text is None:
             # Decoders drop the space before the first word, so decode the token after a copy of itself.
-            once, twice = (
-                self._hf.decode([int(token_id)] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-                for n in (1, 2)
-            )
+            once, twice = (self.spell([token_id] * n) for n in (1, 2))
             text = once if REPLACEMENT in once else twice[len(once) :]
             self._token_texts[token_id] = text
         return text
@@ -293,13 +292,6 @@ class Tokenizer(Renderer):
             **({} if self._hf.is_fast else {"spaces_between_special_tokens": False}),
         )
         return text
-
-
-def _folder(source: str) -> Path:
-    """The folder of a tokenizer. Raises NotPlainError for a tokenizer of the hub."""
-    if not Path(source).is_dir():
-        raise NotPlainError("the hub, where it lies")
-    return Path(source)
 
 
 def _load_with_transformers(model: str, source: str, revision: str | None, trust_remote_code: bool) -> Any:
