@@ -21,7 +21,7 @@ BENCHMARKS := $(wildcard benchmarks/workloads.py benchmarks/cache_core.py benchm
 	benchmarks/hybrid.py benchmarks/state_machine.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test kernels test-fast test-slow test-gpu check house format site wheel bench clean
+.PHONY: help demo test kernels test-fast test-slow test-gpu check house format site wheel newest packages bench clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,10 +49,13 @@ test-fast test-slow: export OMP_WAIT_POLICY := PASSIVE
 test-fast: $(INSTALLED_DEV) ## the tests that are neither slow nor bound to a GPU
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
 
+# The files with tests marked `alone`. To import all others first takes half a minute, in which a core is idle.
+ALONE = $$(grep -rl --include='test_*.py' 'pytest[.]mark[.]alone' tests)
+
 test-slow: $(INSTALLED_DEV) ## the slow tests; those that measure times last, one by one
 	@status=0; set -x; \
 	$(BIN)/python -m pytest $(PARALLEL) --durations=15 -m "slow and not alone and not gpu" || status=1; \
-	$(BIN)/python -m pytest -m "slow and alone and not gpu" || status=1; \
+	$(BIN)/python -m pytest -m "slow and alone and not gpu" $(ALONE) || status=1; \
 	exit $$status
 
 # What runs a model, all of it on the GPU; and what can be tested there only (the gpu marker).
@@ -83,6 +86,12 @@ site: $(INSTALLED_DEV) ## the documentation as a site, in build/site
 wheel: $(INSTALLED_DEV) ## the sdist and the wheel, in build/wheel, tried in an empty environment
 	$(BIN)/python .ci/wheel.py
 
+newest: $(INSTALLED_DEV) ## tests on the newest torch and transformers that are allowed, if these are newer than ours
+	$(BIN)/python .ci/newest.py
+
+packages: $(INSTALLED_DEV) ## the small packages, built and tried in empty environments
+	$(BIN)/python .ci/packages.py
+
 bench: $(INSTALLED_DEV) ## the benchmarks; each prints one JSON line last
 	@[ -n "$(BENCHMARKS)" ] || echo "There are no benchmarks yet."
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
@@ -94,18 +103,21 @@ clean: ## remove .venv, caches and build outputs
 	find src tests benchmarks training examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "foreword needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
 	$(call install,.[serve])
 	@touch $@
 
-$(INSTALLED_DEV): $(INSTALLED)
+# One installation, as that has all of the other one.
+$(INSTALLED_DEV): pyproject.toml constraints.txt
 	$(call install,.[dev])
-	@touch $@
+	@touch $(INSTALLED) $@
 
 # An index of CPU wheels that does not answer is left out: torch then comes from wherever pip finds it. Modules are
 # compiled when they are first imported (--no-compile), which most never are.
-install = $(BIN)/python -m pip install --no-compile -c constraints.txt $(PIP_ARGS) $$($(FIND_TORCH)) -e "$(1)"
+define install
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "foreword needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --no-compile -c constraints.txt $(PIP_ARGS) $$($(FIND_TORCH)) -e "$(1)"
+endef
 FIND_TORCH = $(BIN)/python -c 'import sys, urllib.request; index = sys.argv[1]; \
 	urllib.request.urlopen(index + "/torch/", timeout=10); print("--extra-index-url", index)' "$(TORCH_INDEX)" 2>/dev/null || true
