@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.account.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
-from foreword.cache.block_ids import BlockIds
+from foreword.cache.block_ids import BlockIds, are_distinct
 from foreword.cache.keys.hashing import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from foreword.cache.keys.sequence import TokenSequence, common_length, keys_of_group
 
@@ -265,9 +265,10 @@ class GroupLedger:
         assert not self._ghosts.keys() & self._num_copies.keys(), "a findable key is among the ghosts"
         assert len(self._ghosts) <= 2 * self._max_ghosts, "ghosts are not dropped"
         assert self._variant_of.keys() <= self._num_copies.keys(), "a forgotten key still has a variant"
-        counted: dict[BlockHash, Counter[ExtraKeys]] = {}
+        counted: dict[BlockHash, dict[ExtraKeys, int]] = {}  # `Counter` compares in Python, which takes long
         for plain, extra_keys in self._variant_of.values():
-            counted.setdefault(plain, Counter())[extra_keys] += 1
+            variants = counted.setdefault(plain, {})
+            variants[extra_keys] = variants.get(extra_keys, 0) + 1
         assert counted == self._variants, "the ledger miscounts variants"
         salted = Counter(extra_keys.salt for _, extra_keys in self._variant_of.values())
         assert salted == self._num_salted, "the ledger miscounts a salt's keys"
@@ -497,5 +498,5 @@ class CacheLedger:
             group.check_integrity()
         self.tails.check_integrity()
         findable = np.concatenate([group.findable_block_ids() for group in self.groups])
-        assert len(np.unique(findable)) == len(findable), "a block is in two groups' accounts"
+        assert are_distinct(findable), "a block is in two groups' accounts"
         assert len(findable) == num_indexed, "ledger and index know different numbers of blocks"

@@ -117,4 +117,4 @@ class SessionBlocks:
         assert self._closed.isdisjoint(self._numbers.values()), "a closed number is open"
         assert set(self._of_row) <= set(rows), "a row that was closed still has a session"
         owned = np.flatnonzero((self._user > 0) | (self._user == NOBODY))
-        assert np.isin(owned, cached).all(), "a block that is not cached has a user"
+        assert set(owned.tolist()) <= set(cached.tolist()), "a block that is not cached has a user"

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.account.sessions import SessionBlocks
-from foreword.cache.block_ids import NO_BLOCKS, BlockIds, as_block_ids
+from foreword.cache.block_ids import NO_BLOCKS, BlockIds, are_distinct, as_block_ids
 from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue
 from foreword.cache.eviction.policies import LruPolicy
 from foreword.cache.eviction.policy import EvictionPolicy, KeyedPolicy
@@ -330,7 +330,7 @@ class BlockPool:
             assert all(self._ref_counts[block_id] for block_id in early.held), "a free block counts as held"
         queued = np.concatenate((self._free.in_order(), self._early()))
         assert len(queued) == self.get_num_free_blocks(), "the free queue miscounts itself"
-        assert len(np.unique(queued)) == len(queued), "a block is queued twice"
+        assert are_distinct(queued), "a block is queued twice"
         assert np.array_equal(np.sort(queued), np.flatnonzero(self._ref_counts == 0)), (
             "the free queue is not the set of blocks without holder"
         )

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.block_ids import NO_BLOCKS, BlockIds, Int64Array
+from foreword.cache.block_ids import NO_BLOCKS, BlockIds, Int64Array, are_distinct
 from foreword.cache.eviction.policy import EmptyFirstPolicy
 from foreword.cache.keys.hashing import BlockHash
 
@@ -445,4 +445,4 @@ class ValuePolicy(EmptyFirstPolicy):
         block_ids = np.flatnonzero(self._is_free & self._is_cached)
         assert (self._entry[block_ids] >= 0).all(), "a free cached block was never freed"
         assert (self._entry[block_ids] < self._history.num_uses).all(), "a block is used in the future"
-        assert len(np.unique(self._entry[block_ids])) == len(block_ids), "two blocks share a use"
+        assert are_distinct(self._entry[block_ids]), "two blocks share a use"

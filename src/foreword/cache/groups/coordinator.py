@@ -18,7 +18,7 @@ import numpy as np
 
 from foreword.cache.account.ledger import CacheLedger, Eviction, EvictionCause, MissReason
 from foreword.cache.account.stats import PrefixCacheStats
-from foreword.cache.block_ids import NO_BLOCKS, BlockIds, Int64Array, without_null
+from foreword.cache.block_ids import NO_BLOCKS, BlockIds, Int64Array, are_distinct, without_null
 from foreword.cache.blocks.block_pool import BlockPool
 from foreword.cache.blocks.block_table import MultiGroupBlockTable
 from foreword.cache.eviction.policy import EvictionPolicy
@@ -327,7 +327,7 @@ class KVCacheCoordinator(ABC):
         if self.pool.users is not None:
             for row, row_ids in zip(rows[places[np.append(0, begins)]], np.split(block_ids, begins), strict=True):
                 self.pool.users.note_use(int(row), row_ids)
-        if len(np.unique(block_ids)) == len(block_ids):
+        if are_distinct(block_ids):
             self.pool.free_blocks(block_ids)
         else:  # two requests release a block that they share
             for row_ids in np.split(block_ids, begins):
@@ -364,8 +364,8 @@ class KVCacheCoordinator(ABC):
             for row in rows:
                 manager.check_row(row)
                 held = without_null(manager.tables.row(row))
-                assert len(np.unique(held)) == len(held), "a block stands twice in one table"
-                assert np.isin(owner[held], (-1, group_id)).all(), "a block is in two groups' tables"
+                assert are_distinct(held), "a block stands twice in one table"
+                assert ((owner[held] == -1) | (owner[held] == group_id)).all(), "a block is in two groups' tables"
                 owner[held] = group_id
                 counts[held] += 1
                 full = len(sequence_of(row)) // manager.block_size
