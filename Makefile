@@ -49,7 +49,7 @@ test-fast test-slow: export OMP_WAIT_POLICY := PASSIVE
 test-fast: $(INSTALLED_DEV) ## the tests that are neither slow nor bound to a GPU
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
 
-# The files with tests marked `alone`. To import all others first takes half a minute, in which a core is idle.
+# The files with tests marked `alone`. To import all others first takes ten seconds or more, in which a core is idle.
 ALONE = $$(grep -rl --include='test_*.py' 'pytest[.]mark[.]alone' tests)
 
 test-slow: $(INSTALLED_DEV) ## the slow tests; those that measure times last, one by one
