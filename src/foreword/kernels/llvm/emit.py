@@ -73,6 +73,11 @@ def integer(value: int) -> ir.Constant:
     return ir.Constant(I64, value)
 
 
+def at(builder: Any, address: Any, index: Any, size: int) -> Any:
+    """`address + index * size`, the place of an element of `size` bytes."""
+    return builder.add(address, builder.mul(index, integer(size)))
+
+
 def pointer(builder: Any, address: Any, offset: int, kind: Any) -> Any:
     """A pointer to `kind`, `offset` bytes after an address."""
     return builder.inttoptr(builder.add(address, integer(offset)), kind.as_pointer())
@@ -93,6 +98,11 @@ def splat(builder: Any, scalar: Any) -> Any:
     vector = ir.VectorType(scalar.type, LANES)
     single = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(single, ir.Constant(vector, ir.Undefined), ir.Constant(I32S, None))
+
+
+def first(builder: Any, vector: Any) -> Any:
+    """The first lane."""
+    return builder.extract_element(vector, ir.Constant(I32, 0))
 
 
 def constant(value: float) -> ir.Constant:
@@ -132,9 +142,12 @@ def reduce(builder: Any, vector: Any, join: Callable[[Any, Any], Any]) -> Any:
 
 
 def loop(
-    builder: Any, start: Any, stop: Any, step: int, carried: list[Any], body: Callable[..., list[Any]]
+    builder: Any, start: Any, stop: Any, step: int, carried: list[Any], body: Callable[..., list[Any] | None]
 ) -> list[Any]:
-    """`for i in range(start, stop, step): carried = body(i, *carried)`; returns the last `carried`."""
+    """`for i in range(start, stop, step): carried = body(i, *carried)`; returns the last `carried`.
+
+    A body that carries nothing may return None.
+    """
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
     builder.branch(head)
@@ -146,7 +159,7 @@ def loop(
         phi.add_incoming(value, before)
     builder.cbranch(builder.icmp_signed("<", index, stop), inside, after)
     builder.position_at_end(inside)
-    following = body(index, *values)
+    following = body(index, *values) or []
     last = builder.block
     index.add_incoming(builder.add(index, integer(step)), last)
     for phi, value in zip(values, following, strict=True):
@@ -186,6 +199,19 @@ def widened(builder: Any, halves: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(halves, I32S), ir.Constant(I32S, [16] * LANES)), F32S)
 
 
+def rounded(builder: Any, vector: Any) -> Any:
+    """float32 as the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
+    bits = builder.bitcast(vector, I32S)
+
+    def const(value: int) -> ir.Constant:
+        return ir.Constant(I32S, [value] * LANES)
+
+    odd = builder.and_(builder.lshr(bits, const(16)), const(1))
+    nearest = builder.lshr(builder.add(bits, builder.add(odd, const(0x7FFF))), const(16))
+    nan = builder.fcmp_unordered("uno", vector, vector)
+    return builder.trunc(builder.select(nan, const(0x7FC0), nearest), I16S)
+
+
 def decoded(builder: Any, address: Any, scale: Any, offset: int = 0) -> Any:
     """16 codes `offset` bytes after an address as float32, times a scale that is in every lane."""
     codes = builder.sext(load(builder, address, offset, I8S), I32S)
@@ -199,9 +225,7 @@ def scale_at(builder: Any, address: Any) -> Any:
 
 def rounded_pairs(builder: Any, low: Any, high: Any) -> Any:
     """Two float32 vectors, end to end, as 32 bfloat16; only where HAS_BF16_DOT."""
-    kind = ir.FunctionType(BF16_PAIRS, [F32S, F32S])
-    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [high, low])
+    return call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", high, low, returns=BF16_PAIRS)
 
 
 def by_rows(signature: str, counts: Sequence[int], emit: Callable[[Any, int, Sequence[Any]], None]) -> Any:

@@ -23,27 +23,19 @@ LARGEST_CODE = 127
 
 def load(builder: Any, address: Any, index: Any, to_bf16: bool) -> Any:
     """16 elements from `index` on, as float32."""
-    at = builder.add(address, builder.mul(index, emit.integer(2 if to_bf16 else 4)))
+    at = emit.at(builder, address, index, 2 if to_bf16 else 4)
     return emit.widened(builder, emit.load(builder, at, 0, I16S)) if to_bf16 else emit.load(builder, at)
-
-
-def rounded(builder: Any, vector: Any) -> Any:
-    """float32 as the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
-    bits = builder.bitcast(vector, I32S)
-
-    def const(value: int) -> ir.Constant:
-        return ir.Constant(I32S, [value] * LANES)
-
-    odd = builder.and_(builder.lshr(bits, const(16)), const(1))
-    nearest = builder.lshr(builder.add(bits, builder.add(odd, const(0x7FFF))), const(16))
-    nan = builder.fcmp_unordered("uno", vector, vector)
-    return builder.trunc(builder.select(nan, const(0x7FC0), nearest), I16S)
 
 
 def store(builder: Any, value: Any, address: Any, index: Any, to_bf16: bool) -> None:
     """Write 16 float32 as elements from `index` on."""
-    at = builder.add(address, builder.mul(index, emit.integer(2 if to_bf16 else 4)))
-    emit.store(builder, rounded(builder, value) if to_bf16 else value, at)
+    at = emit.at(builder, address, index, 2 if to_bf16 else 4)
+    emit.store(builder, emit.rounded(builder, value) if to_bf16 else value, at)
+
+
+def written(builder: Any, value: Any, to_bf16: bool) -> Any:
+    """The value as if it were written as an element, and read again."""
+    return emit.widened(builder, emit.rounded(builder, value)) if to_bf16 else value
 
 
 def silu(builder: Any, value: Any) -> Any:
@@ -84,13 +76,12 @@ def _norm(bf16: bool) -> Any:
         adds = builder.icmp_signed("!=", builder.and_(form, emit.integer(ADD_ONE)), emit.integer(0))
         offset = builder.select(adds, emit.constant(1.0), emit.constant(0.0))
 
-        def scale(index: Any) -> list[Any]:
+        def scale(index: Any) -> None:
             value = builder.fmul(load(builder, x, index, bf16), factor)
             if bf16:
-                value = builder.select(rounds, emit.widened(builder, rounded(builder, value)), value)
+                value = builder.select(rounds, written(builder, value, bf16), value)
             scales = builder.fadd(load(builder, weight, index, bf16), offset)
             store(builder, builder.fmul(value, scales), target, index, bf16)
-            return []
 
         emit.loop(builder, emit.integer(0), width, LANES, [], scale)
 
@@ -102,12 +93,9 @@ def _gate(bf16: bool, activation: Callable[[Any, Any], Any]) -> Any:
     def gate(builder: Any, x: Any, y: Any, target: Any, width: Any) -> None:
         """activation(x) * y of one row; activation(x) is rounded as if it were written; `width` is whole vectors."""
 
-        def body(index: Any) -> list[Any]:
-            factor = activation(builder, load(builder, x, index, bf16))
-            if bf16:
-                factor = emit.widened(builder, rounded(builder, factor))
+        def body(index: Any) -> None:
+            factor = written(builder, activation(builder, load(builder, x, index, bf16)), bf16)
             store(builder, builder.fmul(factor, load(builder, y, index, bf16)), target, index, bf16)
-            return []
 
         emit.loop(builder, emit.integer(0), width, LANES, [], body)
 
@@ -120,12 +108,9 @@ def _add(bf16: bool) -> Any:
         """x + scale * y of one row; the product is rounded as if it were written, `width` is whole vectors."""
         factor = emit.splat(builder, scale)
 
-        def body(index: Any) -> list[Any]:
-            scaled = builder.fmul(load(builder, y, index, bf16), factor)
-            if bf16:
-                scaled = emit.widened(builder, rounded(builder, scaled))
+        def body(index: Any) -> None:
+            scaled = written(builder, builder.fmul(load(builder, y, index, bf16), factor), bf16)
             store(builder, builder.fadd(load(builder, x, index, bf16), scaled), target, index, bf16)
-            return []
 
         emit.loop(builder, emit.integer(0), width, LANES, [], body)
 
@@ -138,10 +123,9 @@ def _rotate(bf16: bool) -> Any:
         """Rotate one head in place: its first 2 * half elements, element i with element i + half."""
 
         def product(left: Any, right: Any) -> Any:
-            result = builder.fmul(left, right)
-            return emit.widened(builder, rounded(builder, result)) if bf16 else result
+            return written(builder, builder.fmul(left, right), bf16)
 
-        def body(index: Any) -> list[Any]:
+        def body(index: Any) -> None:
             upper = builder.add(index, half)
             low, high = load(builder, x, index, bf16), load(builder, x, upper, bf16)
             cosines = [load(builder, cosine, at, bf16) for at in (index, upper)]
@@ -150,7 +134,6 @@ def _rotate(bf16: bool) -> Any:
             store(builder, turned, x, index, bf16)
             turned = builder.fadd(product(high, cosines[1]), product(low, sines[1]))
             store(builder, turned, x, upper, bf16)
-            return []
 
         emit.loop(builder, emit.integer(0), half, LANES, [], body)
 
@@ -178,16 +161,15 @@ def _code(bf16: bool) -> Any:
         bits = builder.lshr(builder.add(bits, integers(0xFFFF)), integers(16))
         bits = builder.select(builder.icmp_signed("<", bits, integers(0x7FC0)), bits, integers(0x7FC0))
         halves = builder.trunc(bits, I16S)
-        emit.store(builder, builder.extract_element(halves, ir.Constant(emit.I32, 0)), scale)
+        emit.store(builder, emit.first(builder, halves), scale)
         divisor = emit.widened(builder, halves)
 
-        def write(index: Any) -> list[Any]:
+        def write(index: Any) -> None:
             ratio = builder.fdiv(load(builder, x, index, bf16), divisor)
             size = emit.call(builder, "llvm.fabs.v16f32", ratio)
             is_code = builder.fcmp_ordered("<=", size, emit.constant(LARGEST_CODE + 1.0))
             whole = emit.call(builder, "llvm.rint.v16f32", builder.select(is_code, ratio, emit.constant(0.0)))
             emit.store(builder, builder.trunc(builder.fptosi(whole, I32S), emit.I8S), builder.add(codes, index))
-            return []
 
         emit.loop(builder, emit.integer(0), width, LANES, [], write)
 

@@ -49,19 +49,16 @@ def fetch_add(builder: Any, address: Any, amount: Any) -> Any:
 def fetch(builder: Any, address: Any, *, near: bool = False, writing: bool = False) -> None:
     """Prefetch a line of memory at any address: into the second cache, or into the first if it is `near` in time."""
     byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     how = (ir.Constant(I32, number) for number in (int(writing), 3 if near else 2, 1))
-    builder.call(function, [builder.inttoptr(address, byte), *how])
+    emit.call(builder, "llvm.prefetch.p0", builder.inttoptr(address, byte), *how, returns=ir.VoidType())
 
 
 @emit.instructions("ai")
 def prefetch(builder: Any, address: Any, num_bytes: Any) -> None:
     """Prefetch memory that will be read soon."""
 
-    def body(index: Any) -> list[Any]:
+    def body(index: Any) -> None:
         fetch(builder, builder.add(address, index))
-        return []
 
     emit.loop(builder, emit.integer(0), num_bytes, 64, [], body)
 
@@ -101,10 +98,9 @@ def load_float(builder: Any, address: Any) -> Any:
 def widen(builder: Any, target: Any, source: Any, size: Any) -> None:
     """Convert bfloat16 to float32 in whole vectors, so up to 15 elements more than `size`."""
 
-    def body(index: Any) -> list[Any]:
-        halves = emit.load(builder, builder.add(source, builder.mul(index, emit.integer(2))), 0, I16S)
-        emit.store(builder, emit.widened(builder, halves), builder.add(target, builder.mul(index, emit.integer(4))))
-        return []
+    def body(index: Any) -> None:
+        halves = emit.load(builder, emit.at(builder, source, index, 2), 0, I16S)
+        emit.store(builder, emit.widened(builder, halves), emit.at(builder, target, index, 4))
 
     emit.loop(builder, emit.integer(0), size, LANES, [], body)
 
@@ -180,10 +176,9 @@ def widen_codes(builder: Any, target: Any, source: Any, scale: Any, size: Any) -
     """Convert codes to float32 in whole vectors, so up to 15 elements more than `size`; `scale`: an address."""
     factor = emit.scale_at(builder, scale)
 
-    def body(index: Any) -> list[Any]:
+    def body(index: Any) -> None:
         row = emit.decoded(builder, builder.add(source, index), factor)
-        emit.store(builder, row, builder.add(target, builder.mul(index, emit.integer(4))))
-        return []
+        emit.store(builder, row, emit.at(builder, target, index, 4))
 
     emit.loop(builder, emit.integer(0), size, LANES, [], body)
 
@@ -199,13 +194,12 @@ def interleave_codes(
     )
     left_scale, right_scale = emit.scale_at(builder, first_scale), emit.scale_at(builder, second_scale)
 
-    def body(index: Any) -> list[Any]:
+    def body(index: Any) -> None:
         left = emit.decoded(builder, builder.add(first, index), left_scale)
         right = emit.decoded(builder, builder.add(second, index), right_scale)
         both = builder.bitcast(emit.rounded_pairs(builder, left, right), halves)
         pairs = builder.shuffle_vector(both, both, order)
-        emit.store(builder, pairs, builder.add(target, builder.mul(index, emit.integer(4))))
-        return []
+        emit.store(builder, pairs, emit.at(builder, target, index, 4))
 
     if HAS_BF16_DOT:
         emit.loop(builder, emit.integer(0), size, LANES, [], body)
@@ -250,13 +244,11 @@ def _emit_product(builder: Any, variant: tuple[int, int, bool], arguments: Seque
         rows.append(builder.add(rows[-1], lda))
 
     def body(index: Any, *sums: Any) -> list[Any]:
-        column = builder.add(b, builder.mul(index, emit.integer(64 * num_vectors)))
+        column = emit.at(builder, b, index, 64 * num_vectors)
         vectors = [emit.load(builder, column, 64 * number, I32S) for number in range(num_vectors)]
         following = []
         for row in range(num_rows):
-            left = emit.splat(
-                builder, emit.load(builder, builder.add(rows[row], builder.mul(index, emit.integer(4))), 0, I32)
-            )
+            left = emit.splat(builder, emit.load(builder, emit.at(builder, rows[row], index, 4), 0, I32))
             for number, right in enumerate(vectors):
                 following.append(multiply_add(builder, sums[row * num_vectors + number], left, right, of_pairs))
         return following
@@ -322,13 +314,11 @@ def _emit_values(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
         targets.append(builder.add(targets[-1], mixed_bytes))
 
     def body(pair: Any, *sums: Any) -> list[Any]:
-        place, following = builder.add(values, builder.mul(pair, emit.integer(16))), []
+        place, following = emit.at(builder, values, pair, 16), []
         tokens = [builder.add(emit.load(builder, place, 8 * token, emit.I64), offset) for token in (0, 1)]
         vectors = interleaved(builder, *tokens)
         for row, address in enumerate(rows):
-            left = emit.splat(
-                builder, emit.load(builder, builder.add(address, builder.mul(pair, emit.integer(4))), 0, emit.I32)
-            )
+            left = emit.splat(builder, emit.load(builder, emit.at(builder, address, pair, 4), 0, emit.I32))
             for total, right in zip(sums[2 * row : 2 * row + 2], vectors, strict=True):
                 following.append(multiply_add(builder, total, left, right, emit.HAS_BF16_DOT))
         return following

@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 
 from foreword.kernels.llvm import emit
-from foreword.kernels.llvm.emit import BF16_PAIRS, F32, HAS_BF16_DOT, I16, I16S, I32, I32S, LANES, LOG2_E, LOWEST
+from foreword.kernels.llvm.emit import BF16_PAIRS, F32, HAS_BF16_DOT, I16, I32, I32S, LANES, LOG2_E, LOWEST
 
 _HALVES = ir.VectorType(I16, 2 * LANES)
 
@@ -22,14 +22,13 @@ def soft_cap(builder: Any, scores: Any, start: Any, stop: Any, factor: Any, cap:
     """scores[start:stop] = cap * tanh(scores * factor), with tanh |x| = (1 - e) / (1 + e), e = exp(-2 |x|)."""
     factor, cap = emit.splat(builder, factor), emit.splat(builder, cap)
 
-    def body(index: Any) -> list[Any]:
-        at = builder.add(scores, builder.mul(index, emit.integer(4)))
+    def body(index: Any) -> None:
+        at = emit.at(builder, scores, index, 4)
         score = builder.fmul(emit.load(builder, at), factor)
         size = emit.call(builder, "llvm.fabs.v16f32", score)
         decay = emit.exp2(builder, builder.fmul(size, emit.constant(-2.0 * LOG2_E)))
         tanh = builder.fdiv(builder.fsub(emit.constant(1.0), decay), builder.fadd(emit.constant(1.0), decay))
         emit.store(builder, builder.fmul(emit.call(builder, "llvm.copysign.v16f32", tanh, score), cap), at)
-        return []
 
     emit.loop(builder, start, stop, LANES, [], body)
 
@@ -45,7 +44,7 @@ def find_peak(builder: Any, *arguments: Any) -> None:
     bounds = [emit.splat(builder, builder.trunc(bound, I32)) for bound in (low, high)]
 
     def look(index: Any, peak: Any, masked: bool) -> list[Any]:
-        at = builder.add(scores, builder.mul(index, emit.integer(4)))
+        at = emit.at(builder, scores, index, 4)
         score = emit.load(builder, at)
         if masked:
             position = builder.add(emit.splat(builder, builder.trunc(index, I32)), lane)
@@ -66,7 +65,7 @@ def find_peak(builder: Any, *arguments: Any) -> None:
     peak = builder.fmul(
         emit.reduce(builder, peak, lambda left, right: emit.larger(builder, left, right)), emit.splat(builder, factor)
     )
-    emit.store(builder, builder.extract_element(peak, ir.Constant(I32, 0)), stats)
+    emit.store(builder, emit.first(builder, peak), stats)
 
 
 def _weigh(store: Callable[[Any, list[Any], Any, Any, Any], Any]) -> Any:
@@ -84,7 +83,7 @@ def _weigh(store: Callable[[Any, list[Any], Any, Any, Any], Any]) -> Any:
 
         def body(index: Any, total: Any) -> list[Any]:
             for first in (builder.add(index, emit.integer(LANES * number)) for number in (0, 2)):  # panels of 64 tokens
-                place = builder.add(scores, builder.mul(first, emit.integer(4)))
+                place = emit.at(builder, scores, first, 4)
                 vectors = (emit.load(builder, place, 4 * LANES * half) for half in (0, 1))
                 powers = [emit.fma(builder, score, factor, minus_peak) for score in vectors]
                 total = store(builder, powers, scores, first, total)
@@ -92,14 +91,14 @@ def _weigh(store: Callable[[Any, list[Any], Any, Any, Any], Any]) -> Any:
 
         [total] = emit.loop(builder, start, stop, 4 * LANES, [emit.constant(0.0)], body)
         total = emit.reduce(builder, total, builder.fadd)
-        emit.store(builder, builder.extract_element(total, ir.Constant(I32, 0)), stats, 4)
+        emit.store(builder, emit.first(builder, total), stats, 4)
 
     return weigh
 
 
 def _store_floats(builder: Any, powers: list[Any], scores: Any, index: Any, total: Any) -> Any:
     for half, weight in enumerate(emit.exp2(builder, power) for power in powers):
-        emit.store(builder, weight, builder.add(scores, builder.mul(index, emit.integer(4))), 4 * LANES * half)
+        emit.store(builder, weight, emit.at(builder, scores, index, 4), 4 * LANES * half)
         total = builder.fadd(total, weight)
     return total
 
@@ -108,7 +107,7 @@ def _store_pairs(builder: Any, powers: list[Any], scores: Any, index: Any, total
     """Write two vectors of weights as bfloat16, at the address scores + 2 * index. Returns the new total."""
     low, high = (_coarse_exp2(builder, power) for power in powers)
     pairs = emit.rounded_pairs(builder, low, high)
-    emit.store(builder, builder.bitcast(pairs, _HALVES), builder.add(scores, builder.mul(index, emit.integer(2))))
+    emit.store(builder, builder.bitcast(pairs, _HALVES), emit.at(builder, scores, index, 2))
     ones = builder.bitcast(ir.Constant(_HALVES, [0x3F80] * (2 * LANES)), BF16_PAIRS)
     return emit.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total, pairs, ones)
 
@@ -148,8 +147,8 @@ def merge(builder: Any, stats: Any, mixed: Any, chunk_stats: Any, chunk_mixed: A
     decay = emit.exp2(builder, builder.fsub(peak, new_peak))
     gain = emit.exp2(builder, builder.fsub(chunk_peak, new_peak))
     total = emit.fma(builder, chunk_total, gain, builder.fmul(total, decay))
-    emit.store(builder, builder.extract_element(new_peak, ir.Constant(I32, 0)), stats)
-    emit.store(builder, builder.extract_element(total, ir.Constant(I32, 0)), stats, 4)
+    emit.store(builder, emit.first(builder, new_peak), stats)
+    emit.store(builder, emit.first(builder, total), stats, 4)
     _emit_add(builder, (mixed, chunk_mixed), (decay, gain), width)
 
 
@@ -164,7 +163,7 @@ def merge_stats(builder: Any, stats: Any, chunk_stats: Any, factors: Any, num_ro
     peaks = ir.Constant(I32S, [lane & -2 for lane in range(LANES)])
     is_peak = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [1 - lane % 2 for lane in range(LANES)])
 
-    def body(index: Any) -> list[Any]:
+    def body(index: Any) -> None:
         offset = builder.mul(index, emit.integer(8))
         old, new = (emit.load(builder, builder.add(address, offset)) for address in (stats, chunk_stats))
         peak, chunk_peak = (builder.shuffle_vector(both, both, peaks) for both in (old, new))
@@ -176,7 +175,6 @@ def merge_stats(builder: Any, stats: Any, chunk_stats: Any, factors: Any, num_ro
         merged = builder.select(inside, builder.select(is_peak, highest, total), old)
         emit.store(builder, merged, builder.add(stats, offset))
         emit.store(builder, builder.select(is_peak, decay, gain), builder.add(factors, offset))
-        return []
 
     emit.loop(builder, emit.integer(0), num_rows, LANES // 2, [], body)
 
@@ -191,11 +189,10 @@ def add_mixture(builder: Any, mixed: Any, chunk_mixed: Any, factors: Any, width:
 def _emit_add(builder: Any, mixtures: tuple[Any, Any], factors: tuple[Any, Any], width: Any) -> None:
     """mixtures[0] = factors[0] * mixtures[0] + factors[1] * mixtures[1]"""
 
-    def body(index: Any) -> list[Any]:
-        at, other = (builder.add(mixed, builder.mul(index, emit.integer(4))) for mixed in mixtures)
+    def body(index: Any) -> None:
+        at, other = (emit.at(builder, mixed, index, 4) for mixed in mixtures)
         scaled = builder.fmul(emit.load(builder, at), factors[0])
         emit.store(builder, emit.fma(builder, emit.load(builder, other), factors[1], scaled), at)
-        return []
 
     emit.loop(builder, emit.integer(0), width, LANES, [], body)
 
@@ -209,23 +206,13 @@ def finish(builder: Any, stats: Any, mixed: Any, sink: Any, target: Any, width: 
     decay = emit.exp2(builder, builder.fsub(peak, new_peak))
     total = emit.fma(builder, total, decay, emit.exp2(builder, builder.fsub(sink, new_peak)))
 
-    def body(index: Any) -> list[Any]:
+    def body(index: Any) -> None:
         offset = builder.mul(index, emit.integer(4))
         value = builder.fdiv(builder.fmul(emit.load(builder, builder.add(mixed, offset)), decay), total)
-        bits = builder.bitcast(value, I32S)
-        # round to nearest even; NaN stays NaN
-        sixteen, one = (ir.Constant(I32S, [number] * LANES) for number in (16, 1))
-        odd = builder.and_(builder.lshr(bits, sixteen), one)
-        rounded = builder.add(builder.add(bits, ir.Constant(I32S, [0x7FFF] * LANES)), odd)
-        rounded = builder.select(
-            builder.fcmp_unordered("uno", value, value), ir.Constant(I32S, [0x7FC00000] * LANES), rounded
-        )
-        halves = builder.trunc(builder.lshr(rounded, sixteen), I16S)
         with builder.if_else(builder.icmp_signed("!=", to_bf16, emit.integer(0))) as (then, otherwise):
             with then:
-                emit.store(builder, halves, builder.add(target, builder.mul(index, emit.integer(2))))
+                emit.store(builder, emit.rounded(builder, value), emit.at(builder, target, index, 2))
             with otherwise:
                 emit.store(builder, value, builder.add(target, offset))
-        return []
 
     emit.loop(builder, emit.integer(0), width, LANES, [], body)

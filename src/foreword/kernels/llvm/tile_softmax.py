@@ -24,7 +24,6 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from foreword.kernels.llvm import emit
 from foreword.kernels.llvm.emit import F32, I16, I32, I32S, LANES
@@ -82,9 +81,7 @@ def _emit_weights(builder: Any, scores: tuple[Any, Any], offset: Any, constants:
 
 def _joined(builder: Any, low: Any, high: Any) -> Any:
     """Two vectors of 16 integers as 32 from 0 to 65535, four of each vector alternating."""
-    kind = ir.FunctionType(_HALVES, [I32S, I32S])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.packusdw.512")
-    return builder.call(function, [low, high])
+    return emit.call(builder, "llvm.x86.avx512.packusdw.512", low, high, returns=_HALVES)
 
 
 def _offset(builder: Any, stats: Any) -> Any:
@@ -117,7 +114,7 @@ def estimate_peaks(builder: Any, *arguments: Any) -> None:
     scores, score_bytes, stats, num_rows, low, high, factor = arguments
     seen = [_seen(builder, begin, low, high) for begin in range(0, PANEL_TOKENS, LANES)]
 
-    def body(row: Any) -> list[Any]:
+    def body(row: Any) -> None:
         source = builder.add(scores, builder.mul(row, score_bytes))
         vectors = [
             builder.select(mask, emit.load(builder, source, 4 * LANES * number), emit.constant(emit.LOWEST))
@@ -126,10 +123,9 @@ def estimate_peaks(builder: Any, *arguments: Any) -> None:
         while len(vectors) > 1:
             vectors = [emit.larger(builder, *pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
         largest = emit.reduce(builder, vectors[0], lambda left, right: emit.larger(builder, left, right))
-        peak = builder.fmul(builder.extract_element(largest, ir.Constant(I32, 0)), factor)
+        peak = builder.fmul(emit.first(builder, largest), factor)
         peak = builder.fadd(emit.call(builder, "llvm.ceil.f32", peak), ir.Constant(F32, MARGIN))
-        emit.store(builder, peak, builder.add(stats, builder.mul(row, emit.integer(8))))
-        return []
+        emit.store(builder, peak, emit.at(builder, stats, row, 8))
 
     emit.loop(builder, emit.integer(0), num_rows, 1, [], body)
 
@@ -143,16 +139,13 @@ def _weigh(builder: Any, arguments: tuple[Any, ...], bounds: tuple[Any, Any] | N
             both = (_seen(builder, first, *bounds) for first in (begin, begin + LANES))
             masks.append(_joined(builder, *(builder.select(mask, all_bits, none) for mask in both)))
 
-    def body(row: Any) -> list[Any]:
+    def body(row: Any) -> None:
         source, target = (
             builder.add(address, builder.mul(row, size))
             for address, size in ((scores, score_bytes), (weights, weight_bytes))
         )
-        total_at = builder.add(totals, builder.mul(row, emit.integer(4 * LANES)))
-        offset, total = (
-            _offset(builder, builder.add(stats, builder.mul(row, emit.integer(8)))),
-            emit.load(builder, total_at),
-        )
+        total_at = emit.at(builder, totals, row, 4 * LANES)
+        offset, total = _offset(builder, emit.at(builder, stats, row, 8)), emit.load(builder, total_at)
         for number, first in enumerate(range(0, PANEL_TOKENS, 2 * LANES)):
             pair = emit.load(builder, source, 4 * first), emit.load(builder, source, 4 * (first + LANES))
             packed = _emit_weights(builder, pair, offset, constants)
@@ -161,7 +154,6 @@ def _weigh(builder: Any, arguments: tuple[Any, ...], bounds: tuple[Any, Any] | N
             emit.store(builder, packed, target, 2 * first)
             total = _add(builder, total, packed, constants)
         emit.store(builder, total, total_at)
-        return []
 
     emit.loop(builder, emit.integer(0), num_rows, 1, [], body)
 
@@ -192,7 +184,7 @@ def weigh_seen(builder: Any, *arguments: Any) -> None:
 def sum_lanes(builder: Any, total: Any, stats: Any) -> None:
     """Write the sum of a row's weights, from 16 lanes as a tree, to its stats."""
     joined = emit.reduce(builder, emit.load(builder, total), builder.fadd)
-    emit.store(builder, builder.extract_element(joined, ir.Constant(I32, 0)), stats, 4)
+    emit.store(builder, emit.first(builder, joined), stats, 4)
 
 
 @emit.instructions("aaiif")
@@ -201,11 +193,10 @@ def lower(builder: Any, scores: Any, stats: Any, start: Any, stop: Any, factor: 
     minus_peak = builder.fneg(emit.splat(builder, emit.load(builder, stats, 0, F32)))
     factor = emit.splat(builder, factor)
 
-    def body(index: Any) -> list[Any]:
-        at = builder.add(scores, builder.mul(index, emit.integer(4)))
+    def body(index: Any) -> None:
+        at = emit.at(builder, scores, index, 4)
         power = emit.fma(builder, emit.load(builder, at), factor, minus_peak)
         emit.store(builder, emit.larger(builder, emit.constant(-120.0), power), at)
-        return []
 
     emit.loop(builder, start, stop, LANES, [], body)
 
@@ -215,7 +206,7 @@ def _all_less(builder: Any, scores: Any, bounds: tuple[Any, Any], *, by_size: bo
     infinity = ir.Constant(emit.F32S, [float("inf")] * LANES)
 
     def body(index: Any, so_far: Any) -> list[Any]:
-        score = emit.load(builder, builder.add(scores, builder.mul(index, emit.integer(4))))
+        score = emit.load(builder, emit.at(builder, scores, index, 4))
         score = emit.call(builder, "llvm.fabs.v16f32", score) if by_size else score
         return [builder.and_(so_far, builder.bitcast(builder.fcmp_ordered("<", score, infinity), I16))]
 

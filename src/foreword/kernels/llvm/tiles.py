@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba.core import cgutils
 
 from foreword.kernels.llvm import emit
 
@@ -53,10 +52,8 @@ def has_tiles() -> bool:
 
 def _tile_call(builder: Any, name: str, *arguments: Any) -> None:
     """Emit an instruction for tiles; without tiles nothing, because the code is compiled but never called."""
-    if not has_tiles():
-        return
-    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), arguments)
+    if has_tiles():
+        emit.call(builder, f"llvm.x86.{name}", *arguments, returns=ir.VoidType())
 
 
 def _tile(number: int) -> ir.Constant:
@@ -107,7 +104,7 @@ def _emit_step(builder: Any, num_row_tiles: int, a: Any, stride: Any, weights: A
     `passing`: weights come from the second cache. Then it is fastest to wait for both tiles of weights together. If
     they come from the first cache, it is fastest to wait for each tile by itself.
     """
-    line, rows = emit.integer(64), [a, builder.add(a, builder.mul(stride, emit.integer(TILE_ROWS)))]
+    line, rows = emit.integer(64), [a, emit.at(builder, a, stride, TILE_ROWS)]
     _load(builder, 6, weights, line, passing=passing)
     _load(builder, 4, a, stride)
     if not passing:
@@ -182,12 +179,11 @@ def multiply_beside(signature: str, beside: Callable[..., None]) -> Any:
     def multiply(builder: Any, *arguments: Any) -> None:
         a, stride, weights, num_steps = arguments[:4]
 
-        def body(step: Any) -> list[Any]:
-            own_weights = builder.add(weights, builder.mul(step, emit.integer(2 * TILE_BYTES)))
-            own_rows = builder.add(a, builder.mul(step, emit.integer(64)))
+        def body(step: Any) -> None:
+            own_weights = emit.at(builder, weights, step, 2 * TILE_BYTES)
+            own_rows = emit.at(builder, a, step, 64)
             _emit_step(builder, 2, own_rows, stride, own_weights, passing=True)
             beside(builder, step, *arguments[4:])
-            return []
 
         emit.loop(builder, emit.integer(0), num_steps, 1, [], body)
 
@@ -207,21 +203,20 @@ def _emit_wide(builder: Any, shape: tuple[int, int], arguments: tuple[Any, ...])
         for number, column in places:
             _tile_call(builder, "tilezero", _tile(2 * number + column))
 
-        def body(step: Any, first: int = first) -> list[Any]:
-            panel = builder.add(b, builder.mul(step, emit.integer(TILE_BYTES * num_tiles)))
+        def body(step: Any, first: int = first) -> None:
+            panel = emit.at(builder, b, step, TILE_BYTES * num_tiles)
             for pair in range(2):  # load two tiles of each before all products: that order is the fastest
                 if pair < at_a_time:
                     right = builder.add(panel, emit.integer(64 * (first + pair)))
                     _load(builder, 6 + pair, right, line, passing=num_row_tiles == 2)
                 if pair < num_row_tiles:
-                    _load(builder, 4 + pair, builder.add(rows[pair], builder.mul(step, emit.integer(64))), lda)
+                    _load(builder, 4 + pair, emit.at(builder, rows[pair], step, 64), lda)
             for number in range(num_row_tiles):
                 for column in range(at_a_time):
                     if column > 1:
                         right = builder.add(panel, emit.integer(64 * (first + column)))
                         _load(builder, 6 + column % 2, right, line)
                     _multiply(builder, 2 * number + column, 4 + number, 6 + column % 2)
-            return []
 
         emit.loop(builder, emit.integer(0), num_steps, 1, [], body)
         for number, column in places:

@@ -120,7 +120,7 @@ def _codes(builder: Any, planes: Sequence[Any], kind: CodeFormat, octet: Any) ->
     """The codes of eight inputs; `planes`: the addresses of a step's planes."""
     codes: list[Any] = [None] * 8
     for address, (bits, low) in zip(planes, kind.places, strict=True):
-        start = builder.add(address, builder.mul(octet, emit.integer(PANEL * bits)))
+        start = emit.at(builder, address, octet, PANEL * bits)
         for number in range(bits):
             packed = emit.load(builder, start, PANEL * number, _BYTES)
             for part in range(8 // bits):
@@ -135,7 +135,7 @@ def _codes(builder: Any, planes: Sequence[Any], kind: CodeFormat, octet: Any) ->
 def _values(builder: Any, kind: CodeFormat, planes: Planes, octet: Any) -> list[Any]:
     """The numbers of eight inputs; each is a vector of 16 outputs."""
     if kind.planes == (WHOLE,):
-        start = builder.add(planes.addresses[0], builder.mul(octet, emit.integer(8 * 2 * PANEL)))
+        start = emit.at(builder, planes.addresses[0], octet, 8 * 2 * PANEL)
         if kind.is_bfloat16:
             return [emit.widened(builder, emit.load(builder, start, 32 * number, I16S)) for number in range(8)]
         return [builder.fpext(emit.load(builder, start, 32 * number, _HALVES), F32S) for number in range(8)]
@@ -173,7 +173,7 @@ def for_steps(
     num_groups = STEP // kind.group
 
     def of_step(step: Any, *carried: Any) -> list[Any]:
-        place = builder.add(source, builder.mul(step, emit.integer(stride)))
+        place = emit.at(builder, source, step, stride)
         head = _head(builder, kind, place) if shared is None else shared
         start = builder.add(place, emit.integer(kind.head_bytes))
         scales = [[scale] * num_groups for scale in head]
@@ -192,16 +192,15 @@ def for_steps(
 
 def _expand(builder: Any, kind: CodeFormat, source: Any, num_steps: Any, target: Any) -> None:
     def of_step(step: Any, scales: list[list[Any]], planes: Planes) -> list[Any]:
-        start = builder.add(target, builder.mul(step, emit.integer(EXPANDED_BYTES)))
+        start = emit.at(builder, target, step, EXPANDED_BYTES)
         for of_groups, at in zip(scales, (SCALES, OFFSETS_AT), strict=False):
             for group, scale in enumerate(of_groups):
                 emit.store(builder, scale, start, at + 64 * group)
 
-        def of_octet(number: Any) -> list[Any]:
-            begin = builder.add(start, builder.mul(number, emit.integer(8 * 64)))
+        def of_octet(number: Any) -> None:
+            begin = emit.at(builder, start, number, 8 * 64)
             for at, value in enumerate(_values(builder, kind, planes, number)):
                 emit.store(builder, value, begin, 64 * at)
-            return []
 
         return emit.loop(builder, emit.integer(0), emit.integer(STEP // 8), 1, [], of_octet)
 
@@ -227,7 +226,7 @@ def _of_group(
 
     def of_octet(number: Any, *chains: Any) -> list[Any]:
         updated = list(chains)
-        places = [builder.add(row, builder.mul(number, emit.integer(32))) for row in rows]
+        places = [emit.at(builder, row, number, 32) for row in rows]
         for at, value in enumerate(octet(number)):
             for row, place in enumerate(places):
                 factor = emit.splat(builder, emit.load(builder, place, 4 * at, F32))
@@ -250,16 +249,16 @@ def _multiply(builder: Any, variant: int, arguments: Sequence[Any]) -> None:
     rows, row_bytes, expanded, num_steps, sums, inputs, inputs_bytes = arguments
     kind, count = divmod(variant, 16)
     size = 16 if kind & GROUPS_OF_16 else STEP
-    own_rows = [builder.add(rows, builder.mul(row_bytes, emit.integer(number))) for number in range(count)]
-    own_inputs = [builder.add(inputs, builder.mul(inputs_bytes, emit.integer(number))) for number in range(count)]
+    own_rows = [emit.at(builder, rows, row_bytes, number) for number in range(count)]
+    own_inputs = [emit.at(builder, inputs, inputs_bytes, number) for number in range(count)]
 
     def of_step(step: Any, *totals: Any) -> list[Any]:
-        start = builder.add(expanded, builder.mul(step, emit.integer(EXPANDED_BYTES)))
-        step_rows = [builder.add(row, builder.mul(step, emit.integer(4 * STEP))) for row in own_rows]
+        start = emit.at(builder, expanded, step, EXPANDED_BYTES)
+        step_rows = [emit.at(builder, row, step, 4 * STEP) for row in own_rows]
         updated = list(totals)
 
         def octet(number: Any) -> list[Any]:
-            values = builder.add(start, builder.mul(number, emit.integer(8 * 64)))
+            values = emit.at(builder, start, number, 8 * 64)
             return [emit.load(builder, values, 64 * at) for at in range(8)]
 
         for group in range(STEP // size):
@@ -277,7 +276,7 @@ def _multiply(builder: Any, variant: int, arguments: Sequence[Any]) -> None:
 
 def _input(builder: Any, inputs: Any, step: Any, num_groups: int, group: int) -> Any:
     """A row's sum of a group of inputs, in all lanes."""
-    place = builder.add(inputs, builder.mul(step, emit.integer(4 * num_groups)))
+    place = emit.at(builder, inputs, step, 4 * num_groups)
     return emit.splat(builder, emit.load(builder, place, 4 * group, F32))
 
 
@@ -289,7 +288,7 @@ def _multiply_one(builder: Any, form: int, arguments: Sequence[Any]) -> None:
         def octet(number: Any) -> list[Any]:
             return _values(builder, kind, planes, number)
 
-        step_rows, updated = [builder.add(row, builder.mul(step, emit.integer(4 * STEP)))], [total]
+        step_rows, updated = [emit.at(builder, row, step, 4 * STEP)], [total]
         for group in range(STEP // kind.group):
             group_scales = [of_groups[group] for of_groups in scales]
             if kind.has_offset:
@@ -320,22 +319,32 @@ def add_up(builder: Any, row: Any, num_groups: Any, target: Any, vectors: Any) -
     """Write the sum of each group of a row's inputs; a group is one vector or two (`vectors`)."""
     is_two = builder.icmp_signed("==", vectors, emit.integer(2))
 
-    def of_group(group: Any) -> list[Any]:
-        place = builder.add(row, builder.mul(builder.mul(group, vectors), emit.integer(64)))
+    def of_group(group: Any) -> None:
+        place = emit.at(builder, row, builder.mul(group, vectors), 64)
         first = emit.load(builder, place)
         second = emit.load(builder, builder.select(is_two, builder.add(place, emit.integer(64)), place))
         both = builder.select(is_two, builder.fadd(first, second), first)
-        total = builder.extract_element(emit.reduce(builder, both, builder.fadd), ir.Constant(emit.I32, 0))
-        emit.store(builder, total, builder.add(target, builder.mul(group, emit.integer(4))))
-        return []
+        total = emit.first(builder, emit.reduce(builder, both, builder.fadd))
+        emit.store(builder, total, emit.at(builder, target, group, 4))
 
     emit.loop(builder, emit.integer(0), num_groups, 1, [], of_group)
 
 
 @emit.instructions("aaa")
-def write(builder: Any, sums: Any, bias: Any, target: Any) -> None:
+def _write(builder: Any, sums: Any, bias: Any, target: Any) -> None:
     """Write 16 sums of one row plus their bias."""
     emit.store(builder, builder.fadd(emit.load(builder, sums), emit.load(builder, bias)), target)
+
+
+@inlined
+def write_rows(a: Any, sums: int, panel: int, first: int, count: int) -> None:
+    """Write a panel's results of `count` rows from `first` on, from their sums, which may change."""
+    room = min(PANEL, a.width - panel * PANEL)
+    for row in range(count):
+        own, target = sums + row * 64, a.target + (first + row) * a.target_bytes + panel * 64
+        _write(own, a.bias + panel * 64, target if room == PANEL else own)
+        if room < PANEL:
+            simd.copy_bytes(target, own, 4 * room)
 
 
 # ------------------------------------------------------------------------------------------------- threads
@@ -378,14 +387,7 @@ def _multiply_panel(a: Any, scratch: int, panel: int, first: int, count: int) ->
                 inputs + (row * a.num_steps + step) * 4 * groups,
                 a.num_steps * 4 * groups,
             )
-    room = min(PANEL, a.width - panel * PANEL)
-    for row in range(count):
-        target = a.target + (first + row) * a.target_bytes + panel * 64
-        if room == PANEL:
-            write(sums + row * 64, a.bias + panel * 64, target)
-        else:
-            write(sums + row * 64, a.bias + panel * 64, scratch)
-            simd.copy_bytes(target, scratch, 4 * room)
+    write_rows(a, sums, panel, first, count)
 
 
 @functools.cache

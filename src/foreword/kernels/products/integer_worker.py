@@ -29,7 +29,7 @@ from numba import carray
 from foreword.kernels.llvm import emit, simd
 from foreword.kernels.llvm.emit import F32, F32S, I16, I32, I32S, LANES
 from foreword.kernels.products.coded import PANEL, QUAD, STEP, CodeFormat
-from foreword.kernels.products.coded_worker import CODED, FORMS, Planes, for_steps, write
+from foreword.kernels.products.coded_worker import CODED, FORMS, Planes, for_steps, write_rows
 from foreword.kernels.runtime.compiled import Worker, inlined, record, worker
 
 QUANTISED = record("rows", "num_rows", "num_steps", "target", "unit_rows", "counters")
@@ -60,10 +60,6 @@ def _words(value: int) -> ir.Constant:
     return ir.Constant(I32S, [value] * LANES)
 
 
-def _first(builder: Any, vector: Any) -> Any:
-    return builder.extract_element(vector, ir.Constant(I32, 0))
-
-
 def _emit_quantised(builder: Any, source: Any, target: Any) -> None:
     """Quantise 32 float32. Absolute values are compared as integers, so a NaN becomes the scale.
 
@@ -75,7 +71,7 @@ def _emit_quantised(builder: Any, source: Any, target: Any) -> None:
     def larger(left: Any, right: Any) -> Any:
         return builder.select(builder.icmp_signed(">", left, right), left, right)
 
-    largest = builder.bitcast(_first(builder, emit.reduce(builder, larger(*sizes), larger)), F32)
+    largest = builder.bitcast(emit.first(builder, emit.reduce(builder, larger(*sizes), larger)), F32)
     is_tiny, zero = builder.fcmp_ordered("<", largest, ir.Constant(F32, TINY)), ir.Constant(F32, 0.0)
     scale = builder.select(is_tiny, zero, builder.fdiv(largest, ir.Constant(F32, MOST)))
     is_finite = builder.fcmp_ordered("<", largest, ir.Constant(F32, math.inf))
@@ -86,7 +82,7 @@ def _emit_quantised(builder: Any, source: Any, target: Any) -> None:
         shifted = builder.fadd(builder.fmul(values, inverse), emit.constant(ROUND))
         numbers = builder.sub(builder.bitcast(shifted, I32S), builder.bitcast(emit.constant(ROUND), I32S))
         emit.store(builder, builder.trunc(numbers, ir.VectorType(_I8, LANES)), target, LANES * half)
-        sums.append(_first(builder, emit.reduce(builder, numbers, builder.add)))
+        sums.append(emit.first(builder, emit.reduce(builder, numbers, builder.add)))
     emit.store(builder, scale, target, _SCALE)
     for place, total in enumerate((builder.add(*sums), *sums)):
         emit.store(builder, total, target, _SUMS + 4 * place)
@@ -95,10 +91,9 @@ def _emit_quantised(builder: Any, source: Any, target: Any) -> None:
 
 @emit.instructions("aai")
 def _quantise_row(builder: Any, row: Any, target: Any, num_steps: Any) -> None:
-    def of_step(step: Any) -> list[Any]:
-        source = builder.add(row, builder.mul(step, emit.integer(4 * STEP)))
-        _emit_quantised(builder, source, builder.add(target, builder.mul(step, emit.integer(STEP_BYTES))))
-        return []
+    def of_step(step: Any) -> None:
+        source = emit.at(builder, row, step, 4 * STEP)
+        _emit_quantised(builder, source, emit.at(builder, target, step, STEP_BYTES))
 
     emit.loop(builder, emit.integer(0), num_steps, 1, [], of_step)
 
@@ -241,7 +236,7 @@ def emit_product(
 
     def of_step(step: Any, scales: list[list[Any]], planes: Planes, *totals: Any) -> list[Any]:
         updated = list(totals[: len(rows)])
-        step_rows = [builder.add(place, builder.mul(step, emit.integer(STEP_BYTES))) for place in totals[len(rows) :]]
+        step_rows = [emit.at(builder, place, step, STEP_BYTES) for place in totals[len(rows) :]]
         for group in range(STEP // kind.group):
             offset = 4 * (group + 1 if kind.group < STEP else 0)
             quads = range(size * group, size * (group + 1))
@@ -262,7 +257,7 @@ def emit_product(
         return [*updated, *totals[len(rows) :]]
 
     def of_super(number: Any, *totals: Any) -> list[Any]:
-        place = builder.add(source, builder.mul(number, emit.integer(kind.super_bytes)))
+        place = emit.at(builder, source, number, kind.super_bytes)
         skipped = builder.mul(number, emit.integer(kind.head_steps * STEP_BYTES))
         super_rows = [builder.add(row, skipped) for row in rows]
         updated = for_steps(builder, kind, place, emit.integer(kind.head_steps), [*totals, *super_rows], of_step)
@@ -297,18 +292,12 @@ room for ROWS rows if there are several.
 @inlined
 def _multiply_panel(a: Any, sums: int, panel: int, first: int, count: int) -> None:
     """Multiply some rows by a panel, and write the results."""
-    source, room = a.panels + panel * a.panel_bytes, min(PANEL, a.width - panel * PANEL)
+    source = a.panels + panel * a.panel_bytes
     for begin in range(first, first + count, ROWS):
         number = min(ROWS, first + count - begin)
         row = a.rows + begin * a.row_bytes
         _multiply(2 * a.form + (number > 1), source, a.num_steps // a.head_steps, row, a.row_bytes, number, sums)
-        for index in range(number):
-            target = a.target + (begin + index) * a.target_bytes + panel * 64
-            if room == PANEL:
-                write(sums + index * 64, a.bias + panel * 64, target)
-            else:
-                write(sums + index * 64, a.bias + panel * 64, sums + index * 64)
-                simd.copy_bytes(target, sums + index * 64, 4 * room)
+        write_rows(a, sums, panel, begin, number)
 
 
 @functools.cache

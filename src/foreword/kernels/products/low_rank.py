@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 from numba import carray
 
 from foreword.kernels.llvm import emit, simd
@@ -87,10 +86,10 @@ def pack_up(matrix: Floats) -> Floats:
 
 def _emit_down(builder: Any, count: int, arguments: Sequence[Any]) -> None:
     rows, row_bytes, down, rank, num_steps, low = arguments
-    addresses = [builder.add(rows, builder.mul(row_bytes, emit.integer(number))) for number in range(count)]
+    addresses = [emit.at(builder, rows, row_bytes, number) for number in range(count)]
     rank_bytes = builder.mul(num_steps, emit.integer(4 * LANES))
 
-    def of_ranks(first: Any) -> list[Any]:
+    def of_ranks(first: Any) -> None:
         weights = [
             builder.add(down, builder.mul(builder.add(first, emit.integer(number)), rank_bytes))
             for number in range(RANKS)
@@ -106,11 +105,10 @@ def _emit_down(builder: Any, count: int, arguments: Sequence[Any]) -> None:
         empty = [emit.constant(0.0)] * (count * RANKS)
         chains = emit.loop(builder, emit.integer(0), num_steps, 1, empty, of_step)
         for number, chain in enumerate(chains):
-            total = builder.extract_element(emit.reduce(builder, chain, builder.fadd), ir.Constant(emit.I32, 0))
+            total = emit.first(builder, emit.reduce(builder, chain, builder.fadd))
             row, at = divmod(number, RANKS)
             place = builder.add(first, builder.add(builder.mul(rank, emit.integer(row)), emit.integer(at)))
-            emit.store(builder, total, builder.add(low, builder.mul(place, emit.integer(4))))
-        return []
+            emit.store(builder, total, emit.at(builder, low, place, 4))
 
     emit.loop(builder, emit.integer(0), rank, RANKS, [], of_ranks)
 
@@ -118,24 +116,23 @@ def _emit_down(builder: Any, count: int, arguments: Sequence[Any]) -> None:
 def _emit_up(builder: Any, count: int, arguments: Sequence[Any]) -> None:
     low, rank, up, num_panels, target, target_bytes = arguments
 
-    def of_panel(panel: Any) -> list[Any]:
-        weights = builder.add(up, builder.mul(builder.mul(panel, rank), emit.integer(4 * LANES)))
+    def of_panel(panel: Any) -> None:
+        weights = emit.at(builder, up, builder.mul(panel, rank), 4 * LANES)
 
         def of_rank(number: Any, *chains: Any) -> list[Any]:
-            weight = emit.load(builder, builder.add(weights, builder.mul(number, emit.integer(4 * LANES))))
+            weight = emit.load(builder, emit.at(builder, weights, number, 4 * LANES))
             updated = []
             for row, chain in enumerate(chains):
                 place = builder.add(number, builder.mul(rank, emit.integer(row)))
-                factor = emit.load(builder, builder.add(low, builder.mul(place, emit.integer(4))), 0, F32)
+                factor = emit.load(builder, emit.at(builder, low, place, 4), 0, F32)
                 updated.append(emit.fma(builder, emit.splat(builder, factor), weight, chain))
             return updated
 
         chains = emit.loop(builder, emit.integer(0), rank, 1, [emit.constant(0.0)] * count, of_rank)
-        start = builder.add(target, builder.mul(panel, emit.integer(4 * LANES)))
+        start = emit.at(builder, target, panel, 4 * LANES)
         for row, chain in enumerate(chains):
-            place = builder.add(start, builder.mul(target_bytes, emit.integer(row)))
+            place = emit.at(builder, start, target_bytes, row)
             emit.store(builder, builder.fadd(emit.load(builder, place), chain), place)
-        return []
 
     emit.loop(builder, emit.integer(0), num_panels, 1, [], of_panel)
 

@@ -157,16 +157,16 @@ def _emit_expanded(builder: Any, num_rows: int, arguments: Sequence[Any]) -> Non
     rows, weights, num_steps, sums, ahead = arguments
 
     def body(step: Any, *totals: Any) -> list[Any]:
-        own_rows = builder.add(rows, builder.mul(step, emit.integer(4 * num_rows * STEP_PAIRS)))
-        own_weights = builder.add(weights, builder.mul(step, emit.integer(EXPANDED_BYTES)))
-        own_ahead = builder.add(ahead, builder.mul(step, emit.integer(STEP_BYTES)))
+        own_rows = emit.at(builder, rows, step, 4 * num_rows * STEP_PAIRS)
+        own_weights = emit.at(builder, weights, step, EXPANDED_BYTES)
+        own_ahead = emit.at(builder, ahead, step, STEP_BYTES)
 
         def pair(index: Any, *totals: Any) -> list[Any]:
-            following, line = list(totals), builder.add(own_ahead, builder.mul(index, emit.integer(128)))
+            following, line = list(totals), emit.at(builder, own_ahead, index, 128)
             for offset in (0, 64):
                 simd.fetch(builder, builder.add(line, emit.integer(offset)))
-            row = builder.add(own_rows, builder.mul(index, emit.integer(4 * num_rows)))
-            _multiply(builder, row, builder.add(own_weights, builder.mul(index, emit.integer(64))), range(1), following)
+            row = emit.at(builder, own_rows, index, 4 * num_rows)
+            _multiply(builder, row, emit.at(builder, own_weights, index, 64), range(1), following)
             return following
 
         return emit.loop(builder, emit.integer(0), emit.integer(STEP_PAIRS), 1, list(totals), pair)

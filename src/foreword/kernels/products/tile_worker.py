@@ -76,10 +76,10 @@ def _beside(finish: Callable[..., None]) -> Any:
         own_target = builder.add(target, builder.mul(step, target_bytes))
         simd.fetch(builder, builder.add(own_target, next_target), near=True, writing=True)
         for row in range(_FETCHED_ROWS):
-            place = builder.add(builder.mul(row_bytes, emit.integer(row)), builder.mul(step, emit.integer(64)))
+            place = emit.at(builder, builder.mul(row_bytes, emit.integer(row)), step, 64)
             simd.fetch(builder, builder.add(next_rows, place))
         with builder.if_then(builder.icmp_signed("<", step, num_rows)):
-            finish(builder, builder.add(sums, builder.mul(step, emit.integer(SUMS_BYTES))), bias, own_target)
+            finish(builder, emit.at(builder, sums, step, SUMS_BYTES), bias, own_target)
 
     return tiles.multiply_beside("iaaaiiia", end_row)
 

@@ -27,7 +27,6 @@ import numpy.typing as npt
 from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from foreword.kernels.llvm import emit, simd
 from foreword.kernels.runtime.compiled import cached
@@ -175,9 +174,8 @@ def compact_group(builder: Any, source: Any, codes: Any, target: Any) -> Any:
 
 def _code_of(builder: Any, tables: list[Any], upper: Any) -> Any:
     """Look each upper byte up in 256 codes: four look-ups among 64."""
-    kind = ir.FunctionType(_WORDS, [_WORDS] * 3)
-    look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpermi2var.hi.512")
-    codes = [builder.call(look_up, [tables[two], upper, tables[two + 1]]) for two in (0, 2, 4, 6)]
+    name = "llvm.x86.avx512.vpermi2var.hi.512"
+    codes = [emit.call(builder, name, tables[two], upper, tables[two + 1]) for two in (0, 2, 4, 6)]
     for bit in (64, 128):
         above = builder.icmp_unsigned("!=", builder.and_(upper, _word(bit)), _word(0))
         codes = [builder.select(above, high, low) for low, high in zip(codes[::2], codes[1::2], strict=True)]
@@ -241,10 +239,7 @@ def _word(value: int) -> ir.Constant:
 
 def _look_up(builder: Any, table: Any, codes: Any) -> Any:
     """Look up each byte of `codes` in `table` by its lower six bits (AVX512_VBMI)."""
-    kind = ir.FunctionType(_BYTES, [_BYTES, _BYTES])
-    name = "llvm.x86.avx512.permvar.qi.512"
-    look_up = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(look_up, [table, builder.bitcast(codes, _BYTES)])
+    return emit.call(builder, "llvm.x86.avx512.permvar.qi.512", table, builder.bitcast(codes, _BYTES))
 
 
 def emit_exceptions(builder: Any, entry: Any, place: Any, end: Any, target: Any) -> Any:
