@@ -20,7 +20,7 @@ import numpy as np
 from foreword.batch import Entries, Int64Array, IntArray, Move
 from foreword.cache import BlockHash, BlockIds, KVCacheManager, PrefixHit, TokenSequence
 from foreword.engine.running_rows import RunningRows
-from foreword.request import LinkedRun, Request, RequestStatus, SamplingParams
+from foreword.request import Request, RequestStatus, SamplingParams
 
 SOURCE_KEYS = 1 << 20
 """Places in the queue before a linked request, for the requests that compute its sources; they are used in turn."""
@@ -228,16 +228,13 @@ class Linking:
         for run, source in zip(links.runs, request.sources, strict=True):
             first, last = max(run.begin, start), min(run.end, end)
             if first < last:
-                moves.append(self._move(run, first, last, held[source], table, links.shift(run)))
+                targets = np.arange(first, last, dtype=np.int64)
+                sources = self._slots(held[source], targets - run.begin + run.first)
+                moves.append(Move(sources, self._slots(table, targets), links.shift(run)))
                 request.num_copied_tokens += last - first
         pending = set(self._pending(request, end))
         self._spent += [held.pop(source) for source in [*held] if source not in pending]
         return moves
-
-    def _move(self, run: LinkedRun, first: int, last: int, source: BlockIds, table: IntArray, shift: int) -> Move:
-        """The copy of tokens `first` to `last` (exclusive) of a prompt."""
-        targets = np.arange(first, last, dtype=np.int64)
-        return Move(self._slots(source, targets - run.begin + run.first), self._slots(table, targets), shift)
 
     def _slots(self, table: IntArray, indices: Int64Array) -> Int64Array:
         numbers, offsets = np.divmod(indices, self._manager.block_size)

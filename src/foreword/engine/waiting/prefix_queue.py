@@ -31,7 +31,7 @@ from typing import Protocol
 from foreword.batch import Entries
 from foreword.cache import BlockHash, GroupLedger, KVCacheManager
 from foreword.config import SchedulerConfig
-from foreword.engine.waiting.queue import ArrivalQueue, PriorityQueue, Turns, WaitingQueue
+from foreword.engine.waiting.queue import TurnQueue, Turns, WaitingQueue
 from foreword.errors import ConfigError
 from foreword.request import Request
 
@@ -526,9 +526,9 @@ class Pace:
 def make_queue(manager: KVCacheManager, config: SchedulerConfig, pace: Pace) -> WaitingQueue:
     """An empty queue. Raises ConfigError if the policy needs to know what is cached, and the cache keeps no ledger."""
     if config.scheduling_policy == "fcfs":
-        return ArrivalQueue()
+        return TurnQueue(config.max_num_batched_tokens, lambda _: None)  # as if all requests were of one tenant
     if config.scheduling_policy == "priority":
-        return PriorityQueue(config.max_num_batched_tokens)
+        return TurnQueue(config.max_num_batched_tokens)
     if manager.ledger is None:
         raise ConfigError(
             "scheduling_policy='prefix' needs a cache that keeps a ledger; give ledger=CacheLedger(num_blocks), and "

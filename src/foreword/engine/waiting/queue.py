@@ -1,11 +1,11 @@
-"""WaitingQueue: the protocol of queues, and the queues in order of arrival and of priority."""
+"""WaitingQueue: the protocol of queues, and the queue in order of arrival and priority."""
 
 from __future__ import annotations
 
 import bisect
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from operator import attrgetter
 from typing import Protocol
@@ -104,83 +104,43 @@ class WaitingQueue(Protocol):
         """Raise AssertionError if the queue contradicts itself."""
 
 
-class ArrivalQueue:
-    """Serves the lowest service key first: rank, then arrival. A request that does not fit holds up all that follow."""
-
-    def __init__(self) -> None:
-        self._requests: list[Request] = []
-        """In service order."""
-
-    def add(self, request: Request) -> None:
-        bisect.insort(self._requests, request, key=_ORDER)
-
-    def remove(self, request: Request) -> None:
-        del self._requests[bisect.bisect_left(self._requests, request.service_key, key=_ORDER)]
-
-    def start(self, request: Request, num_tokens: int) -> None:
-        self.remove(request)
-
-    def candidates(self) -> Iterator[Request]:
-        return iter(self._requests.copy())
-
-    def likely(self, limit: int) -> Iterable[Request]:
-        return self._requests[:limit]
-
-    def may_pass(self, request: Request) -> bool:
-        return False
-
-    def note_end(self, request: Request) -> None:
-        pass
-
-    def clear(self) -> None:
-        self._requests.clear()
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def check_integrity(self) -> None:
-        keys = [request.service_key for request in self._requests]
-        assert keys == sorted(set(keys)), "the queue is out of order, or holds a request twice"
-
-
-class PriorityQueue:
-    """Serves tenants by turns; within a tenant, the lowest service key first.
+class TurnQueue:
+    """Serves tenants by turns; within a tenant, the lowest service key first: rank, then arrival.
 
     A request that does not fit holds up all later requests. A priority orders the requests of one tenant, and takes
     nothing from another tenant.
     """
 
-    def __init__(self, quantum: int) -> None:
+    def __init__(self, quantum: int, tenant_of: Callable[[Request], Tenant] = attrgetter("tenant")) -> None:
         """`quantum`: tokens that a tenant gets when its turn comes."""
-        self._quantum = quantum
+        self._quantum, self._tenant_of = quantum, tenant_of
         self.clear()
 
     def clear(self) -> None:
-        self._requests: dict[str | None, list[Request]] = {}
+        self._requests: dict[Tenant, list[Request]] = {}
         """By tenant, in service order."""
         self._turns = Turns(self._quantum)
 
     def add(self, request: Request) -> None:
-        bisect.insort(self._requests.setdefault(request.tenant, []), request, key=_ORDER)
-        self._turns.join(request.tenant)
+        tenant = self._tenant_of(request)
+        bisect.insort(self._requests.setdefault(tenant, []), request, key=_ORDER)
+        self._turns.join(tenant)
 
     def remove(self, request: Request) -> None:
-        requests = self._requests[request.tenant]
+        tenant = self._tenant_of(request)
+        requests = self._requests[tenant]
         del requests[bisect.bisect_left(requests, request.service_key, key=_ORDER)]
         if not requests:
-            del self._requests[request.tenant]
-            self._turns.leave(request.tenant)
+            del self._requests[tenant]
+            self._turns.leave(tenant)
 
     def start(self, request: Request, num_tokens: int) -> None:
-        self._turns.charge(request.tenant, num_tokens)
+        self._turns.charge(self._tenant_of(request), num_tokens)
         self.remove(request)
 
     def candidates(self) -> Iterator[Request]:
-        num_passed: dict[str | None, int] = {}
-        idle: set[str | None] = set()
+        num_passed: dict[Tenant, int] = {}
+        idle: set[Tenant] = set()
         while len(idle) < len(self._requests):
             tenant = self._turns.next(idle)
             requests, at = self._requests[tenant], num_passed.get(tenant, 0)
@@ -201,7 +161,7 @@ class PriorityQueue:
         return False
 
     def note_end(self, request: Request) -> None:
-        self._turns.charge(request.tenant, request.num_output_tokens)
+        self._turns.charge(self._tenant_of(request), request.num_output_tokens)
 
     def __len__(self) -> int:
         return sum(map(len, self._requests.values()))
