@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from foreword.pml.layout import Box, Choice, Layout, Run, Slot
-from foreword.pml.schema import Child, Turn, Union
+from foreword.pml.schema import Union, without_turns
 
 SEAM_CHARACTERS = 48
 """Characters on each side of a seam to tokenize, to find out whether tokens would join."""
@@ -139,17 +139,9 @@ def _neighbours(box: Box, ends: tuple[_End, ...]) -> Generator[tuple[_End, _End]
 
 def _notes(layout: Layout) -> Iterator[str]:
     for path, box in layout.boxes.items():
-        for union in _unions(box.module.children):
-            if union.scaffold is not None:
+        for union in without_turns(box.module.children):
+            if isinstance(union, Union) and union.scaffold is not None:
                 name = union.scaffold
                 yield f"line {union.place.line}: scaffold={name!r} of a union has no effect; name scaffolds in modules"
         if path and box.position == box.end:
             yield f"line {box.module.place.line}: the module {path!r} has no text"
-
-
-def _unions(children: tuple[Child, ...]) -> Iterator[Union]:
-    for child in children:
-        if isinstance(child, Union):
-            yield child
-        elif isinstance(child, Turn):
-            yield from _unions(child.children)

@@ -20,7 +20,7 @@ from foreword.errors import ChatTemplateError, PMLError, PromptError
 from foreword.pml.composition import Composition, Part, Span, TokenIds
 from foreword.pml.layout import MAX_SCHEMA_TOKENS, Box, Choice, Layout, Run, Slot
 from foreword.pml.markup import Place
-from foreword.pml.prompt import POSITIONS, TRAILING, Message, ModulePrompt, Reference
+from foreword.pml.prompt import PLACING, Message, ModulePrompt, Reference
 from foreword.pml.schema import Role, Text
 
 MAX_REFERENCES = 4096
@@ -49,9 +49,9 @@ class Placing:
 
     def __post_init__(self) -> None:
         """Raises PromptError for unknown values."""
-        for name, value, choices in (("positions", self.positions, POSITIONS), ("trailing", self.trailing, TRAILING)):
-            if value not in choices:
-                raise PromptError(f"{name}={value!r} is unknown; use {' or '.join(choices)}")
+        for name, choices in PLACING.items():
+            if getattr(self, name) not in choices:
+                raise PromptError(f"{name}={getattr(self, name)!r} is unknown; use {' or '.join(choices)}")
 
 
 def compose(layout: Layout, prompt: ModulePrompt, placing: Placing | None = None) -> Composition:

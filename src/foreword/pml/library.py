@@ -14,11 +14,10 @@ import numpy.typing as npt
 from foreword.errors import PMLError, PMLSyntaxError, PromptError
 from foreword.pml.compose import Placing, compose
 from foreword.pml.composition import Composition, Source, TokenIds
-from foreword.pml.language import read_schema
 from foreword.pml.layout import Bounds, Layout, SchemaText
 from foreword.pml.markup import MAX_BYTES, Place
 from foreword.pml.prompt import ModulePrompt, looks_like_xml, prompt_of, read_prompt
-from foreword.pml.schema import Schema
+from foreword.pml.schema import Schema, read_schema
 
 logger = logging.getLogger(__name__)
 

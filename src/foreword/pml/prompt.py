@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foreword.errors import PMLSyntaxError, PromptError
-from foreword.pml.language import is_exact, spaced
 from foreword.pml.markup import MAX_DEPTH, Element, Place, TextNode, parse
-from foreword.pml.schema import ROLES, Role, Text, join
+from foreword.pml.schema import ROLES, Role, Text, is_exact, join, spaced
 
 NOWHERE = Place("<prompt>")
-POSITIONS = ("schema", "shift", "dense")
-TRAILING = ("last", "schema")
+PLACING = {"positions": ("schema", "shift", "dense"), "trailing": ("last", "schema")}
+"""The fields of `Placing`, and their values."""
 _SPACE = "xml:space"
 
 
@@ -60,7 +59,7 @@ class ModulePrompt:
     schema_name: str | None = None
     """The name of its schema; None: any schema."""
     placing: Mapping[str, str] = field(default_factory=dict)
-    """The prompt's own fields of `Placing`: `positions`, one of POSITIONS, and `trailing`, one of TRAILING."""
+    """The prompt's own fields of `Placing`."""
     place: Place = field(default=NOWHERE, compare=False)
 
 
@@ -74,13 +73,11 @@ def read_prompt(text: str | bytes, file: str = "<prompt>") -> ModulePrompt:
         raise root.place.error(
             PMLSyntaxError, f"the outer tag is <{root.tag}>; a prompt begins with <prompt schema=...>"
         )
-    root.checked(PMLSyntaxError, frozenset({"schema", "positions", "trailing", _SPACE}), frozenset({"schema"}))
-    placing: dict[str, str] = {}
-    for name, choices in (("positions", POSITIONS), ("trailing", TRAILING)):
-        value = root.attributes.get(name)
-        if value is not None and value not in choices:
-            raise root.place.error(PromptError, f"{name}={value!r} is unknown; use {' or '.join(choices)}")
-        placing |= {} if value is None else {name: value}
+    root.checked(PMLSyntaxError, frozenset({"schema", *PLACING, _SPACE}), frozenset({"schema"}))
+    placing = {name: value for name, value in root.attributes.items() if name in PLACING}
+    for name, value in placing.items():
+        if value not in PLACING[name]:
+            raise root.place.error(PromptError, f"{name}={value!r} is unknown; use {' or '.join(PLACING[name])}")
     keeps_space = is_exact(root)
     children: list[PromptChild] = []
     for number, node in enumerate(root.children):

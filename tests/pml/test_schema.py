@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from foreword.errors import PMLError, PMLSyntaxError, SchemaError
-from foreword.pml.language import read_schema
 from foreword.pml.library import load_schema
 from foreword.pml.markup import MAX_BYTES, Place
-from foreword.pml.schema import Child, Module, Parameter, Schema, Text, Turn, Union
+from foreword.pml.schema import Child, Module, Parameter, Schema, Text, Turn, Union, read_schema
 from pml.drawn import children
 
 
