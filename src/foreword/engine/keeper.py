@@ -133,10 +133,7 @@ class Keeper:
         for request in moved if self._marked else ():
             prompt = self._marked.pop(request, None)
             if prompt is not None:
-                yield request, tuple(self._keep_mark(prompt, mark) for mark in prompt.marks)
-
-    def _keep_mark(self, prompt: Prompt, mark: Mark) -> CacheEntry:
-        return self.pin(prompt.prefix(mark.end), mark.keep)
+                yield request, tuple(self.pin(prompt.prefix(mark.end), mark.keep) for mark in prompt.marks)
 
     def pin(self, prompt: Prompt, keep: Keep) -> CacheEntry:
         """Make an entry of a prompt's cached blocks, or add the blocks to an existing entry.

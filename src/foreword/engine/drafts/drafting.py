@@ -28,21 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Guess:
-    """A proposal for the next step of a request."""
-
-    proposal: Proposal
-    length: int
-    """The number of tokens of the text that it continues."""
-
-
-@dataclass(slots=True)
 class _History:
     """The guesses about a running request, and the results of earlier guesses."""
 
     records: dict[str, Record] = field(default_factory=dict)
     """Source -> its record."""
-    guesses: list[_Guess] = field(default_factory=list)
+    guesses: list[tuple[Proposal, int]] = field(default_factory=list)
+    """Proposals, each with the length of the text that it continues."""
     was_right: bool = True
     """Whether a guess of the round before these guesses was right; True before the first round."""
 
@@ -196,7 +188,7 @@ class Drafting:
             proposal = drafter.propose(request, max_tokens)
             if proposal is None:
                 continue
-            history.guesses.append(_Guess(proposal, len(request)))
+            history.guesses.append((proposal, len(request)))
             first, later = self._acceptance.chances(proposal.source, proposal.num_matched, history.of(proposal.source))
             likely = first * (1.0 - later ** len(proposal.token_ids)) / (1.0 - later)
             if likely > most_likely:
@@ -206,9 +198,8 @@ class Drafting:
     def _judge(self, request: Request, history: _History) -> None:
         """Compare the last guesses with the tokens that came."""
         history.was_right = False
-        for guess in history.guesses:
-            actual = request.sequence.token_ids[guess.length :]
-            proposal = guess.proposal
+        for proposal, length in history.guesses:
+            actual = request.sequence.token_ids[length:]
             guessed = proposal.token_ids[: len(actual)]
             wrong = np.flatnonzero(guessed != actual[: len(guessed)])
             num_right = int(wrong[0]) if len(wrong) else len(guessed)

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from foreword.batch import Int64Array, IntArray
-from foreword.cache import TokenSequence
+from foreword.cache import KVCacheManager
 from foreword.request import Request
 
 PAIR = 2
@@ -224,13 +224,6 @@ class Predicted(_OfRequests):
         return Proposal(token_ids, self.name, num_matched) if len(token_ids) else None
 
 
-class PathsOfCache(Protocol):
-    """A cache that knows how its sequences go on."""
-
-    def following(self, sequence: TokenSequence, num_tokens: int) -> IntArray:
-        """The tokens after this sequence in a longer cached sequence, at most `num_tokens`; empty if there are none."""
-
-
 class CachedPaths:
     """Guesses how cached sequences go on after this very text: repeated requests, regenerated answers, agents.
 
@@ -243,7 +236,7 @@ class CachedPaths:
     PAUSE = 32
     """The number of new tokens after which a request without a cached path is looked up again."""
 
-    def __init__(self, cache: PathsOfCache) -> None:
+    def __init__(self, cache: KVCacheManager) -> None:
         self._cache = cache
         self._read: WeakKeyDictionary[Request, tuple[int, IntArray, int]] = WeakKeyDictionary()
         """The text's length when a path was read, the path, and the number of tokens followed before."""

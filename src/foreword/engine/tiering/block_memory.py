@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from foreword.cache import BlockIds
+from foreword.cache import BlockIds, KVCacheManager, TokenSequence
 from foreword.errors import ConfigError
+from foreword.tiers.tier import BlockKeys, joined_keys
 
 
 class BlockMemory(Protocol):
@@ -33,7 +35,7 @@ class BlockMemory(Protocol):
         """
 
 
-class UnknownMemory:
+class UnknownMemory(BlockMemory):
     """The memory of an engine that was not told where its blocks' bytes are. Raises ConfigError when it is asked."""
 
     def payload_bytes(self, group_id: int) -> int:
@@ -41,12 +43,6 @@ class UnknownMemory:
             f"this engine does not know the bytes of group {group_id}'s blocks, so it exports, imports and loads none; "
             "give Engine a TierDirector with the memory of its pool"
         )
-
-    def write(self, group_id: int, block_id: int, payload: memoryview) -> None:
-        self.payload_bytes(group_id)
-
-    def read(self, group_id: int, block_id: int, out: memoryview) -> None:
-        self.payload_bytes(group_id)
 
     def provide(self, block_ids: BlockIds) -> Iterator[None]:
         return iter(())
@@ -58,6 +54,35 @@ class Part(NamedTuple):
     group_id: int
     numbers: BlockIds
     block_ids: BlockIds
+
+    def adopt(self, manager: KVCacheManager, sequence: TokenSequence, chosen: npt.NDArray[np.intp]) -> int:
+        """Index the blocks at these places in the part, which are filled; returns the number that was indexed."""
+        num_adopted = 0
+        for run in np.split(chosen, np.flatnonzero(np.diff(self.numbers[chosen]) != 1) + 1) if len(chosen) else ():
+            if manager.adopt(self.group_id, sequence, int(self.numbers[run[0]]), self.block_ids[run]):
+                num_adopted += len(run)
+        return num_adopted
+
+
+def take_blocks(manager: KVCacheManager, parts: Sequence[Part], held: BlockIds) -> list[Part] | None:
+    """Hold `held`, and take blocks for parts that have none; None, and nothing is held, if too few are free."""
+    counts = [len(part.numbers) for part in parts]
+    manager.hold_blocks(held)  # otherwise taking blocks could evict them
+    block_ids = manager.take_blocks(sum(counts))
+    if block_ids is None:
+        manager.release_blocks(held)
+        return None
+    pieces = np.split(block_ids, np.cumsum(counts)[:-1])
+    return [Part(part.group_id, part.numbers, piece) for part, piece in zip(parts, pieces, strict=True)]
+
+
+def names_of(manager: KVCacheManager, namespace: bytes, sequence: TokenSequence, parts: Sequence[Part]) -> BlockKeys:
+    """The names of a sequence's blocks in `parts`; there must be at least one block."""
+    keys = manager.keys_by_group(sequence)
+    return joined_keys(
+        BlockKeys.of_group(namespace, part.group_id, [keys[part.group_id][n] for n in part.numbers.tolist()])
+        for part in parts
+    )
 
 
 class BlocksOfParts:

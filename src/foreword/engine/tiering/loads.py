@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from weakref import WeakSet
 
 import numpy as np
-import numpy.typing as npt
 
 from foreword.batch import Int64Array
 from foreword.cache import (
@@ -36,7 +35,7 @@ from foreword.cache import (
     elsewhere,
     in_pool,
 )
-from foreword.engine.tiering.block_memory import BlockMemory, BlocksOfParts, Part
+from foreword.engine.tiering.block_memory import BlockMemory, BlocksOfParts, Part, names_of, take_blocks
 from foreword.request import Request
 from foreword.tiers.ticket import Outcome, Report, Ticket
 from foreword.tiers.tier import BlockKeys, Tier, joined_keys
@@ -314,28 +313,15 @@ class Loads:
     def _begin(self, sequence: TokenSequence, hit: PrefixHit, plan: _Plan) -> Load | None:
         """Take blocks and begin to load; None if too few blocks are free."""
         manager, held = self._manager, in_pool(plan.tables)
-        counts = [len(part.numbers) for part in plan.parts]
-        if sum(load.num_blocks for load in self._loads) + len(held) + sum(counts) > manager.num_blocks // 2:
+        num_blocks = len(held) + sum(len(part.numbers) for part in plan.parts)
+        if sum(load.num_blocks for load in self._loads) + num_blocks > manager.num_blocks // 2:
             return None
-        manager.hold_blocks(held)
-        block_ids = manager.take_blocks(sum(counts))
-        if block_ids is None:
-            manager.release_blocks(held)
+        parts = take_blocks(manager, plan.parts, held)
+        if parts is None:
             return None
-        pieces = np.split(block_ids, np.cumsum(counts)[:-1])
-        parts = [Part(part.group_id, part.numbers, piece) for part, piece in zip(plan.parts, pieces, strict=True)]
-        blocks = BlocksOfParts(self._memory, parts)
-        by_group = manager.keys_by_group(sequence)
-        keys = [[by_group[part.group_id][number] for number in part.numbers.tolist()] for part in parts]
-        names = joined_keys(
-            BlockKeys.of_group(self._namespace, part.group_id, own) for part, own in zip(parts, keys, strict=True)
-        )
+        blocks, names = BlocksOfParts(self._memory, parts), names_of(manager, self._namespace, sequence, parts)
         ticket = plan.tier.load(
-            names,
-            blocks.payload_bytes,
-            blocks,
-            deadline_s=plan.deadline_s,
-            on_done=self._note_arrival,
+            names, blocks.payload_bytes, blocks, deadline_s=plan.deadline_s, on_done=self._note_arrival
         )
         size = manager.block_size
         chain = sequence.block_hashes()[hit.num_shared_tokens // size : plan.num_tokens // size]
@@ -351,9 +337,7 @@ class Loads:
         for part in load.parts:
             is_good = report.outcomes[at : at + len(part.numbers)] == Outcome.DONE
             at += len(part.numbers)
-            for run in _runs(part.numbers, np.flatnonzero(is_good)):
-                if self._manager.adopt(part.group_id, load.sequence, int(part.numbers[run[0]]), part.block_ids[run]):
-                    num_adopted += len(run)
+            num_adopted += part.adopt(self._manager, load.sequence, np.flatnonzero(is_good))
         end = self._manager.get_computed_blocks(load.sequence).num_shared_tokens if num_adopted else load.start
         counts = self.counts[load.tier.name]
         counts.blocks_by_outcome.update(report.by_reason())
@@ -404,13 +388,6 @@ class Loads:
 def _failure(report: Report) -> LoadFailure | None:
     """The tier's failure that the first failed block reports; None if no block failed that way."""
     return next((_FAILURES[outcome] for outcome in report.outcomes.tolist() if outcome in _FAILURES), None)
-
-
-def _runs(numbers: BlockIds, chosen: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """The chosen places, cut where their numbers do not follow each other."""
-    if not len(chosen):
-        return []
-    return np.split(chosen, np.flatnonzero(np.diff(numbers[chosen]) != 1) + 1)
 
 
 LEAST_TOKENS = 64

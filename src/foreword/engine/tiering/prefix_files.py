@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from foreword.cache import NULL_BLOCK, BlockIds, FullAttentionSpec, KVCacheManager, TokenSequence
-from foreword.engine.tiering.block_memory import BlockMemory, BlocksOfParts, Part
+from foreword.cache import NO_BLOCKS, NULL_BLOCK, BlockIds, FullAttentionSpec, KVCacheManager, TokenSequence
+from foreword.engine.tiering.block_memory import BlockMemory, BlocksOfParts, Part, take_blocks
 from foreword.engine.tiering.stores import cached_parts, run_of
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.tiers.disk.files import RealFiles
@@ -114,29 +114,26 @@ class PrefixFiles:
         manager.begin_step()
         cached = manager.cached_blocks(sequence)
         missing = [
-            np.array([number for number in sorted(group_places) if table[number] == NULL_BLOCK], np.int32)
-            for group_places, table in zip(places, cached, strict=True)
+            Part(
+                group_id,
+                np.array([number for number in sorted(places[group_id]) if table[number] == NULL_BLOCK], np.int32),
+                NO_BLOCKS,
+            )
+            for group_id, table in enumerate(cached)
         ]
-        counts = [len(numbers) for numbers in missing]
-        held = _blocks_of(cached)
-        manager.hold_blocks(held)  # otherwise taking blocks could evict them
-        block_ids = manager.take_blocks(sum(counts))
-        if block_ids is None:
-            manager.release_blocks(held)
+        entries = np.concatenate(cached)
+        held: BlockIds = np.unique(entries[entries != NULL_BLOCK])
+        parts = take_blocks(manager, missing, held)
+        if parts is None:
+            num_blocks = sum(len(part.numbers) for part in missing)
             return ImportReport(
-                rejected=f"its {sum(counts)} blocks do not fit into the {manager.get_num_free_blocks()} free blocks of "
+                rejected=f"its {num_blocks} blocks do not fit into the {manager.get_num_free_blocks()} free blocks of "
                 "the pool; raise kv_cache_memory_bytes, or open the LLM with cache_dir"
             )
-        pieces = np.split(block_ids, np.cumsum(counts)[:-1])
-        parts = [
-            Part(group_id, numbers, ids) for group_id, (numbers, ids) in enumerate(zip(missing, pieces, strict=True))
-        ]
         try:
             self._fill(file, parts, places)
             for part in parts:
-                for run in np.split(np.arange(len(part.numbers)), np.flatnonzero(np.diff(part.numbers) != 1) + 1):
-                    if len(run):
-                        manager.adopt(part.group_id, sequence, int(part.numbers[run[0]]), part.block_ids[run])
+                part.adopt(manager, sequence, np.arange(len(part.numbers)))
         finally:
             for part in reversed(parts):
                 manager.release_blocks(part.block_ids)
@@ -153,10 +150,3 @@ class PrefixFiles:
             payload = memoryview(bytearray(int(blocks.payload_bytes[at])))
             file.read(header, index, payload)
             blocks.put(at, payload)
-
-
-def _blocks_of(tables: Sequence[BlockIds]) -> BlockIds:
-    """The distinct blocks in these tables."""
-    entries = np.concatenate(tables)
-    block_ids: BlockIds = np.unique(entries[entries != NULL_BLOCK])
-    return block_ids

@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import NULL_BLOCK, KVCacheManager, TokenSequence
-from foreword.engine.tiering.block_memory import BlockMemory, BlocksOfParts, Part
+from foreword.engine.tiering.block_memory import BlockMemory, BlocksOfParts, Part, names_of
 from foreword.engine.tiering.offers import Offer, Offers
 from foreword.tiers.ticket import Outcome, Ticket
-from foreword.tiers.tier import EXACT, BlockKeys, BlockRun, BoolArray, Tier, joined_keys
+from foreword.tiers.tier import EXACT, BlockRun, BoolArray, Tier
 
 CHUNK_BYTES = 32 << 20
 PATIENCE_S = 10.0
@@ -281,15 +281,6 @@ def cached_parts(manager: KVCacheManager, sequence: TokenSequence, num_tokens: i
         if len(numbers):
             parts.append(Part(group_id, numbers, table[numbers]))
     return parts
-
-
-def names_of(manager: KVCacheManager, namespace: bytes, sequence: TokenSequence, parts: Sequence[Part]) -> BlockKeys:
-    """The names of a sequence's blocks in `parts`; there must be at least one block."""
-    keys = manager.keys_by_group(sequence)
-    return joined_keys(
-        BlockKeys.of_group(namespace, part.group_id, [keys[part.group_id][n] for n in part.numbers.tolist()])
-        for part in parts
-    )
 
 
 def run_of(
