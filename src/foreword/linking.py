@@ -266,18 +266,11 @@ class MeasuredLinks:
         """Read the file. Raises ConfigError if it cannot be read, or is no file of measurements."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            if (version := content.pop("format")) == 1:
-                raise ConfigError(
-                    f"link_measurements={str(path)!r} has format 1, of an earlier version: it counts equal answers, "
-                    "and this version asks for right ones; measure again with `foreword pml measure --save FILE`"
-                )
-            if version != FORMAT:
+            if (version := content.pop("format")) != FORMAT:
                 raise ValueError(f"its format is {version!r:.40}, and this version reads {FORMAT}")
             methods = _methods(content.pop("methods"))
             with_gaps, edits = (_methods(content.pop(name, {})) for name in ("with_gaps", "edits"))
             return cls(str(content.pop("model")), methods, with_gaps, content, edits)
-        except ConfigError:
-            raise
         except OSError as error:
             raise ConfigError(f"link_measurements={str(path)!r} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -323,10 +316,7 @@ class Gate:
 
     def serves(self, method: str, *, has_gaps: bool = False) -> bool:
         """Say whether a method passes, for prompts with or without gaps between their positions."""
-        score = self._measured(has_gaps).get(method)
-        if not self.least or (method == EXACT and not has_gaps):
-            return True
-        return self._passes(score)
+        return (method == EXACT and not has_gaps) or self._passes(self._measured(has_gaps).get(method))
 
     def check(self, method: str, *, has_gaps: bool = False) -> None:
         """Raise InvalidRequestError for a method that does not pass."""
@@ -354,13 +344,13 @@ class Gate:
 
     def serves_edits(self, method: str) -> bool:
         """Say whether a method passes for edited prompts."""
-        return not self.least or method == EXACT or self._passes(self._edits.get(method))
+        return method == EXACT or self._passes(self._all_measured.edits.get(method))
 
     def check_edits(self, method: str) -> None:
         """Raise InvalidRequestError for a method that does not pass for edited prompts."""
         if self.serves_edits(method):
             return
-        score = self._edits.get(method)
+        score = self._all_measured.edits.get(method)
         if score is None:
             raise InvalidRequestError(
                 f"link={method!r} was not measured for edits with this model; the operator can measure it with "
@@ -372,17 +362,15 @@ class Gate:
             f"this server lets it lose {1 - self.least:.1%} (95% confidence); use another method, or leave link out"
         )
 
-    @property
-    def _edits(self) -> Mapping[str, Rightness]:
-        return {} if self.measured is None else self.measured.edits
-
     def _passes(self, score: Rightness | None) -> bool:
-        return score is not None and score.loss_interval[1] <= 1 - self.least
+        return not self.least or (score is not None and score.loss_interval[1] <= 1 - self.least)
+
+    @property
+    def _all_measured(self) -> MeasuredLinks:
+        return self.measured or MeasuredLinks("", {})
 
     def _measured(self, has_gaps: bool) -> Mapping[str, Rightness]:
-        if self.measured is None:
-            return {}
-        return self.measured.with_gaps if has_gaps else self.measured.methods
+        return self._all_measured.with_gaps if has_gaps else self._all_measured.methods
 
 
 @dataclass(frozen=True, slots=True)

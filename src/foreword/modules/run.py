@@ -16,7 +16,7 @@ from foreword.config.flags import Flags, grouped
 from foreword.config.vllm import ENGINE_OPTIONS
 from foreword.errors import ConfigError, PMLError
 from foreword.linking import METHODS, LinkedAnswer, Method
-from foreword.pml.library import LoadedSchema, SchemaPrompt
+from foreword.pml.library import SchemaPrompt
 from foreword.pml.prompt import looks_like_xml
 from foreword.request import LinkReport, RequestOutput, SamplingParams
 from foreword.tiers.upkeep.table import print_table
@@ -69,7 +69,8 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
         options.setdefault("allow_links", True)
     with LLM(**options) as llm:
         try:
-            prompt = _prompt(llm.pml.load(args.file, include=args.include), args.prompt)
+            schema = llm.pml.load(args.file, include=args.include)
+            prompt = schema.prompt(args.prompt) if looks_like_xml(args.prompt) else schema.read_prompt(args.prompt)
         except PMLError as error:
             print(f"foreword: {type(error).__name__}: {error}", file=sys.stderr)
             return 1
@@ -82,10 +83,6 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
     if output.link is not None and not args.json:
         print(f"foreword: {_in_words(output.link)}", file=sys.stderr)
     return 0
-
-
-def _prompt(schema: LoadedSchema, text: str) -> SchemaPrompt:
-    return schema.prompt(text) if looks_like_xml(text) else schema.read_prompt(text)
 
 
 def _as_json(prompt: SchemaPrompt, output: RequestOutput) -> dict[str, Any]:

@@ -176,13 +176,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
-        object.__setattr__(self, "logprob_token_ids", tuple(self.logprob_token_ids or ()))
-        object.__setattr__(self, "label_token_ids", tuple(self.label_token_ids or ()))
-        object.__setattr__(self, "prediction_token_ids", tuple(self.prediction_token_ids or ()))
         words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
         object.__setattr__(self, "bad_words", words)
+        for name in ("stop_token_ids", "logprob_token_ids", "label_token_ids", "prediction_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.structured_outputs is not None and self.open_constraint is not None:
