@@ -190,7 +190,6 @@ class TraceReport:
     file: str
     model: str
     requests: int
-    """Requests served."""
     requests_skipped: int
     """Requests that are too long for the model or the pool; they were not submitted."""
     prompt_tokens: int

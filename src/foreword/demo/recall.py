@@ -115,7 +115,6 @@ class Fact:
 
     @property
     def text(self) -> str:
-        """The sentence that states the fact."""
         return f"The {self.key} is {self.value}."
 
     def question_texts(self) -> tuple[str, ...]:

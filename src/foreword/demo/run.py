@@ -135,7 +135,6 @@ def embedded_model() -> Any:
 
 
 def _run_real(console: Console) -> list[Answer]:
-    """Print each answer of the real model as it comes."""
     answers: list[Answer] = []
     with console.status(f"loading {NAME}; the first run on a machine compiles for about a minute"):
         cached = LLM(MODEL, kv_cache_memory_bytes=REAL_KV_BYTES)

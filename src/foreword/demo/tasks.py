@@ -56,12 +56,10 @@ class Case:
 
     @property
     def question(self) -> Question:
-        """The first question."""
         return self.questions[0]
 
     @property
     def text(self) -> str:
-        """The instruction and all parts, as one text."""
         return "\n".join([self.instruction, *self.parts])
 
     def conversation(self, placement: Placement = "user") -> list[Message]:

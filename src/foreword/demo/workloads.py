@@ -40,7 +40,6 @@ TOOLS = (
     },
     LOOKUP,
 )
-"""The tools of the agents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,6 @@ class Agents:
     questions: tuple[tuple[Question, ...], ...]
 
     def look_up(self, call: Mapping[str, Any]) -> Message:
-        """The tool's answer to a call."""
         subject = call["function"]["arguments"].get("fact")
         texts = (fact.text for fact in self.notes.facts if f"the {fact.key}" == subject)
         return {"role": "tool", "content": next(texts, f"There is no {subject}.")}

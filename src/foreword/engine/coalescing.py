@@ -74,11 +74,9 @@ class Coalescing:
         return False
 
     def stop_waiting(self, request: Request) -> None:
-        """Forget a request that has left."""
         self._awaited.pop(request, None)
 
     def clear(self) -> None:
-        """Forget all requests."""
         self._owner_of.clear()
         self._keys_of.clear()
         self._awaited.clear()

@@ -170,7 +170,6 @@ class Engine:
         return output
 
     def abort_all(self) -> None:
-        """End every unfinished request."""
         for request_id in self._outputs.request_ids():
             self.abort_request(request_id)
 
@@ -328,7 +327,6 @@ class Engine:
         return self._tiers.names
 
     def report_tiers(self) -> TiersReport:
-        """Report the loads and stores so far, and the tiers' contents."""
         return self._tiers.report()
 
     def export_prefix(
@@ -403,7 +401,6 @@ class Engine:
     # ------------------------------------------------------------------- cache
 
     def snapshot(self) -> Snapshot:
-        """Statistics, states of blocks and lengths of queues, as they are now."""
         return Snapshot.of(
             self.scheduler,
             self._counted_before,

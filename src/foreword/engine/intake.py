@@ -137,7 +137,6 @@ class Intake:
         return token_lists
 
     def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
-        """Cut a prompt to its end, as `truncate_prompt_tokens` says."""
         num_kept = params.truncate_prompt_tokens
         if num_kept is None or prompt.links is not None:  # links are refused with it
             return prompt
@@ -287,7 +286,6 @@ class Intake:
             )
 
     def _check_reports(self, params: SamplingParams, length: int) -> None:
-        """Raise InvalidRequestError if the reports asked for about a prompt of this length are impossible."""
         if params.embeds and self._limits.hidden_size is None:
             raise InvalidRequestError(
                 "embeds=True needs a decoder of a written family on a CPU, and this model is none: it gives no hidden "
@@ -300,7 +298,6 @@ class Intake:
             )
 
     def _check_links(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raise InvalidRequestError if a prompt's links cannot be served."""
         links = prompt.links
         if links is None:
             return

@@ -117,7 +117,6 @@ class Keeper:
 
     @property
     def are_possible(self) -> bool:
-        """Whether this engine can keep prefixes."""
         return self._manager.keeps_prefixes
 
     def note_marks(self, request: Request, prompt: Prompt) -> None:
@@ -129,7 +128,6 @@ class Keeper:
             self._marked[request] = replace(prompt, marks=marks)
 
     def keep_marked(self, moved: Iterable[Request]) -> Iterator[tuple[Request, tuple[CacheEntry, ...]]]:
-        """Make entries of the marks of prompts that were computed."""
         for request in moved if self._marked else ():
             prompt = self._marked.pop(request, None)
             if prompt is not None:

@@ -186,7 +186,6 @@ class Linking:
 
     @property
     def holds(self) -> bool:
-        """Whether any request holds sources."""
         return len(self._held) > 0
 
     def without_runs(
@@ -283,7 +282,6 @@ class Linking:
         return given_back
 
     def reset(self) -> None:
-        """Forget all requests."""
         for request in [*self._held]:
             self.release(request)
         self.settle()

@@ -49,7 +49,6 @@ class RunningRows:
         return request
 
     def num_computed_of(self, request: Request) -> int:
-        """Computed tokens of a running request."""
         return int(self.progress["num_computed"][request.row])
 
     def add(self, row: int, request: Request, num_computed: int, num_shared: int) -> None:
@@ -81,7 +80,6 @@ class RunningRows:
         self._stop_ids = request.stop_token_ids | (self._stop_ids if len(self) > 1 else frozenset())
 
     def remove(self, request: Request) -> None:
-        """Free the row of a request that no longer runs."""
         row, request.row = request.row, NO_ROW
         self.order = self.order[self.order != row]
         self.progress["stay"][row] = 0

@@ -106,13 +106,11 @@ class Scheduler:
         self._linking.arrive(request)
 
     def _queue_source(self, source: Request) -> None:
-        """Queue a request that computes a source of a linked request."""
         self._waiting.add(source)
         self._requests[source.request_id] = source
         self._tiers.arrive(source)
 
     def _move_source(self, source: Request, service_key: tuple[int, int], tenant: str | None) -> None:
-        """Give a waiting request that computes a source another place in the queue."""
         self._waiting.remove(source)
         source.service_key, source.tenant = service_key, tenant
         self._waiting.add(source)

@@ -57,7 +57,6 @@ class Shares:
         return (rows, starts, ends) if computing.all() else (rows[computing], starts[computing], ends[computing])
 
     def _shows_pictures(self, rows: Int64Array, starts: Int64Array) -> bool:
-        """Whether prompts with pictures are being computed."""
         facts = self._running.facts[rows]
         return bool((facts["has_pictures"] & (starts < facts["num_prompt_tokens"])).any())
 
@@ -139,7 +138,6 @@ class EncoderBudget:
         """The pieces that this step encodes."""
 
     def begin_step(self) -> None:
-        """Begin to plan a step."""
         self._remaining = self._max_rows
         self._planned.clear()
 

@@ -201,7 +201,6 @@ class CacheReport:
 
     @classmethod
     def of(cls, now: Snapshot, *, hit_granularity: int, state_interval: int | None) -> CacheReport:
-        """The report of a snapshot."""
         stats = now.stats
         return cls(
             hit_rate=stats.hit_rate,

@@ -42,7 +42,6 @@ class Starter:
         return self._coalescing.still_waits(request) or self._tiers.still_waits(request)
 
     def _must_wait(self, request: Request, hit: PrefixHit, *, may_load: bool) -> bool:
-        """Whether a request should wait, given its hit."""
         if self._coalescing.must_wait(request, hit) or self._tiers.must_wait(request, hit, may_begin=may_load):
             return True
         return self._linking.must_wait(request, hit) or self._shares.encoding.must_wait(request, hit)

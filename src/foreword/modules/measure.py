@@ -253,7 +253,6 @@ class Cell:
 
 
 Found = dict[Cell, dict[str, Tally]]
-"""Tallies by cell and method."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -108,7 +108,6 @@ def _in_words(link: LinkReport) -> str:
 
 
 def _print_comparison(answers: Sequence[LinkedAnswer], *, as_json: bool) -> None:
-    """Print the answers as a table with one row for each, or as one JSON line."""
     if as_json:
         print(json.dumps([{**asdict(answer), "link": _report(answer.link)} for answer in answers]))
         return

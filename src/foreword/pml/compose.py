@@ -111,7 +111,6 @@ class _Imports:
         self.imports[path] = Import(arguments, place)
 
     def _add_modules_around(self, path: str, place: Place) -> None:
-        """Import the modules around a nested module too."""
         while "/" in path:
             path = path.rpartition("/")[0]
             self.imports.setdefault(path, Import({}, place))

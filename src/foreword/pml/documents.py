@@ -47,7 +47,6 @@ class DocumentTokens:
         return sum(len(self.head) + len(document) for document in self.documents)
 
     def composition(self) -> Composition:
-        """The prompt's parts with their sources."""
         sources = [
             Source(self.head + document, len(self.head), str(number)) for number, document in enumerate(self.documents)
         ]

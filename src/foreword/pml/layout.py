@@ -55,7 +55,6 @@ class Bounds:
     max_module_tokens: int | None = None
     """Most tokens of a module with its scaffold, which must fit into one request; None: any number."""
     max_tokens: int = MAX_SCHEMA_TOKENS
-    """Most tokens of all modules."""
     go_on: Callable[[], object] = lambda: None
     """Called before each text is tokenized. It may raise an error to end the work."""
 
@@ -162,7 +161,6 @@ class Layout:
         return self.root.end
 
     def union_of(self, path: str) -> Choice | None:
-        """The union to which a module belongs; None if it is in no union."""
         return self._unions.get(path)
 
     def source(self, path: str, imported: Mapping[str, object]) -> Source:

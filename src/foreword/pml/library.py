@@ -128,7 +128,6 @@ class Library:
     text: SchemaText
     keep: Keep | None = field(default=None, repr=False)
     bounds: Bounds = field(default_factory=Bounds)
-    """Limits of a schema."""
     block_size: int = 1
     """Tokens of an engine's block. Only whole blocks of a text are kept."""
 

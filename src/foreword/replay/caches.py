@@ -53,7 +53,6 @@ class Lru(Generic[Key]):
         return self.capacity is not None and self._weight >= self.capacity
 
     def shrink(self) -> None:
-        """Evict down to the capacity."""
         while self.capacity is not None and self._weight > self.capacity:
             self._weight -= self._weights.popitem(last=False)[1]
 
@@ -112,7 +111,6 @@ class ManagerCache:
         return self.admit_sequence(as_sequence(request))
 
     def admit_sequence(self, sequence: TokenSequence) -> int:
-        """`admit` for a request whose sequence was made before."""
         num_tokens = PIECES * sequence.num_full_blocks
         if not 0 < num_tokens <= PIECES * self.capacity:
             return 0

@@ -207,7 +207,6 @@ def _replay_tier(
 
 @contextmanager
 def _progress(reader: TraceReader, what: str, console: Console) -> Iterator[None]:
-    """Show the progress of reading the trace, on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     size = reader.file.stat().st_size if reader.file.is_file() else None
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -182,7 +182,6 @@ class LruCurve:
         """[parts, distances]: number of accesses; column 0 counts blocks never seen before."""
 
     def admit(self, keys: PrefixKeys) -> None:
-        """Follow the next request."""
         self.admit_each(keys, [len(keys)], [0.0])
 
     def admit_each(self, keys: PrefixKeys, lengths: Sequence[int], times: Sequence[float]) -> Uses:
@@ -288,7 +287,6 @@ class LiveLruCurve:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
         self._stack = LruStack()
         self._hits = np.zeros((NUM_PARTS, len(self._capacities)))
         """Sampled blocks found, by part of the sample and capacity."""

@@ -35,7 +35,6 @@ def _mix(values: PrefixKeys) -> PrefixKeys:
 
 @lru_cache
 def _odd_numbers(count: int) -> PrefixKeys:
-    """An odd number for each position."""
     return _mix(np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN) | np.uint64(1)
 
 

@@ -163,7 +163,6 @@ class PartCount:
     num_tokens: int = 0
     prefix_tokens: int = 0
     found_tokens: int = 0
-    """Tokens that are found if chunks may stand anywhere."""
 
 
 @dataclass(slots=True)
@@ -173,7 +172,6 @@ class LinkReplay:
     capacity_tokens: int | None
     """Capacity in tokens; None: unlimited."""
     num_tokens: int = 0
-    """Tokens of all prompts."""
     prefix_tokens: int = 0
     """Tokens that prefix caching finds."""
     found_tokens: int = 0

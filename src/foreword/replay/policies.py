@@ -248,7 +248,6 @@ POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
         "last_accessed": LastAccessedPolicy,
     }
 )
-"""The policies that can be replayed, by name."""
 
 
 def make_policy(name: str, num_blocks: int) -> EvictionPolicy:

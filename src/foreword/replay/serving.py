@@ -252,7 +252,6 @@ class ServingSimulation:
             self._beat()
 
     def make_replica(self, place: int, member: _Member) -> Replica | PromptReplica:
-        """An empty replica that reports to a member of the fleet."""
         options = self.options
         if isinstance(options.cost, PromptRates):
             return PromptReplica(options.num_blocks, options.eviction_policy, options.cost, place, member)
@@ -333,7 +332,6 @@ class ServingSimulation:
         self._share(job.router)
 
     def note_end(self, job: _Job) -> None:
-        """Note that a request's answer is complete."""
         assert job.reservation is not None
         self._last_token_s = self.now
         self.cores[job.router].release(job.reservation, self.now)
@@ -342,7 +340,6 @@ class ServingSimulation:
     # ------------------------------------------------------------------ what routers hear
 
     def observe(self, name: str, batch: EventBatch) -> None:
-        """Give the events of a replica's cache to the routers."""
         for core in self.cores:
             core.observe(name, batch, self.now)
 

@@ -95,7 +95,6 @@ class ReuseIntervals:
     """Number of reuses by interval: key k is for intervals from 2**k up to 2**(k + 1) units, key -1 for less than 1."""
 
     def note(self, intervals: FloatArray) -> None:
-        """Count some reuses."""
         doublings = np.where(intervals >= 1, np.frexp(intervals)[1] - 1, -1)
         for doubling, count in zip(*np.unique(doublings, return_counts=True), strict=True):
             self.counts[int(doubling)] = self.counts.get(int(doubling), 0) + int(count)
@@ -159,7 +158,6 @@ class OnePass:
         return followed.count
 
     def admit(self, request: RecordedRequest) -> None:
-        """Take the next request."""
         time: float = self._num_requests
         if request.timestamp_ms is not None:
             self.intervals.unit, time = "s", request.timestamp_ms / 1000
@@ -171,7 +169,6 @@ class OnePass:
             self.flush()
 
     def flush(self) -> None:
-        """Count the collected requests."""
         if not self._waiting:
             return
         batch = _Batch(self._waiting)
@@ -288,7 +285,6 @@ class Simulation:
         self._hits: dict[str, dict[str, HitCount]] = {policy: {} for policy in policies}
         self._prompts: list[PrefixKeys] = []
         self._prompt_lengths: list[int] = []
-        """Prompt tokens of each request, for the optimum."""
         self.num_requests = self._num_blocks = self._num_tokens = 0
         self._block_tokens = 1
         self.add_caches(capacities)
@@ -307,7 +303,6 @@ class Simulation:
                     self._caches.append((count, capacity.num_blocks, _make_cache(policy, capacity.num_blocks)))
 
     def admit(self, request: RecordedRequest) -> None:
-        """Replay the next request of the recording."""
         self._block_tokens = request.block_tokens
         self.num_requests += 1
         self._num_blocks += len(request.keys)
@@ -320,7 +315,6 @@ class Simulation:
             self._prompt_lengths.append(request.num_prompt_tokens)
 
     def result(self) -> ReplayResult:
-        """The results so far."""
         if OPTIMUM in self._policies:
             self._find_optimum()
         for count, _, cache in self._caches:

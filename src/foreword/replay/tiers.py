@@ -53,12 +53,9 @@ class TierReplay:
     """Blocks of all prompts."""
     memory_hits: int = 0
     tier_hits: int = 0
-    """Blocks that were loaded from the tier."""
     num_written: int = 0
-    """Blocks that were stored in the tier."""
 
     def share(self, num_blocks: int) -> float:
-        """A number of blocks as a share of all prompts' blocks."""
         return num_blocks / max(1, self.num_blocks)
 
 
@@ -71,7 +68,6 @@ class TwoLevels:
         self._memory, self._tier = Lru[int](memory_blocks), Lru[int](tier_blocks)
 
     def admit(self, keys: list[int]) -> None:
-        """Serve a request whose prompt has these blocks."""
         result, memory, tier = self.result, self._memory, self._tier
         result.num_blocks += len(keys)
         num_found = 0
@@ -93,7 +89,6 @@ class TwoLevels:
         tier.shrink()
 
     def _store(self, number: int, key: int) -> None:
-        """Store a block that was computed, if the rule admits it."""
         if self._admission.admits(number, key, has_room=not self._tier.is_full):
             self._tier.use(key)
             self.result.num_written += 1

@@ -79,7 +79,6 @@ class StepCost:
         )
 
     def seconds(self, entries: Entries) -> float:
-        """Seconds of one step."""
         lengths = entries.ends - entries.starts
         pairs = lengths * (entries.starts + entries.ends + 1) // 2
         return float(self._seconds(int(lengths.sum()), entries.ends.sum(), pairs.sum()))
@@ -198,7 +197,6 @@ class Replica:
 
     @property
     def busy_s(self) -> float:
-        """Seconds spent computing."""
         return self.runner.busy_s
 
     @property
@@ -212,7 +210,6 @@ class Replica:
         return self.manager.stats.queries
 
     def make_request(self, recorded: RecordedRequest, number: int) -> Request:
-        """Make the scheduler's request for a recorded request."""
         return make_request(recorded, number)
 
     def give_up(self, request: Request, now: float, *, has_answer: bool) -> Request:
@@ -273,7 +270,6 @@ class Replica:
         return True
 
     def _report(self, entries: Entries, began_s: float, listener: Listener) -> None:
-        """Report the first tokens of a step."""
         for number in entries.progress["is_new"].nonzero()[0].tolist():
             request, has_token = entries.requests[number], bool(entries.samples[number])
             if request.num_output_tokens > has_token:

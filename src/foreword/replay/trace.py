@@ -251,7 +251,6 @@ def _read_numbers(text: bytes, count: int) -> PrefixKeys | None:
 
 
 def _keys_of(lines: list[ParsedLine]) -> list[PrefixKeys]:
-    """The prefix keys of each line."""
     if not lines:
         return []
     lengths = [len(line.content_ids) for line in lines]

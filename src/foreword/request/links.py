@@ -167,7 +167,6 @@ class Links:
         return reached
 
     def num_computed(self, start: int, end: int) -> int:
-        """Count the tokens between `start` and `end` that are computed."""
         return sum(last - first for first, last in self.ranges(start, end))
 
     def positions_of(self, start: int, end: int) -> IntArray:

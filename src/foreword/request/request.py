@@ -55,7 +55,6 @@ FACTS = np.dtype(
 )
 """Constant facts of a request as a record, so that a step reads the facts of all requests in one operation."""
 FactRows = npt.NDArray[np.void]
-"""Records of FACTS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +298,6 @@ class DraftCounts:
         return sum(self.rejected.values())
 
     def count(self, source: str, num_accepted: int, num_rejected: int) -> None:
-        """Count one checked draft."""
         for counts, number in ((self.accepted, num_accepted), (self.rejected, num_rejected)):
             if number:
                 counts[source] = counts.get(source, 0) + number
@@ -587,7 +585,6 @@ class Request:
 
     @property
     def skips_cache(self) -> bool:
-        """Whether it must not read the cache."""
         return not self.params.reads_cache
 
 

@@ -32,7 +32,6 @@ class _History:
     """The guesses about a running request, and the results of earlier guesses."""
 
     records: dict[str, Record] = field(default_factory=dict)
-    """Source -> its record."""
     guesses: list[tuple[Proposal, int]] = field(default_factory=list)
     """Proposals, each with the length of the text that it continues."""
     was_right: bool = True
@@ -241,7 +240,6 @@ class Drafting:
             drafter.forget()
 
     def leave(self, request: Request) -> None:
-        """Note that a request has ended."""
         self._histories.pop(request, None)
         for drafter in self._drafters:
             drafter.leave(request)

@@ -104,7 +104,6 @@ class StepTimes:
         return self._num_steps > 0
 
     def note(self, num_rows: int, seconds: float) -> None:
-        """Note the time of a step."""
         self._num_steps += 1
         self._curve = None  # with each step, a time may become too old
         if seconds <= 0.0:
@@ -239,7 +238,6 @@ class Acceptance:
         return first, min(0.995, later)
 
     def note(self, source: str, num_matched: int, num_right: int, *, one_was_wrong: bool, record: Record) -> None:
-        """Note a guess whose first `num_right` tokens were right; the next token was wrong if `one_was_wrong`."""
         general = self._records.setdefault((source, _class(num_matched)), Record())
         general.note(num_right, one_was_wrong=one_was_wrong, decay=self.KEPT)
         record.note(num_right, one_was_wrong=one_was_wrong, decay=self.KEPT_OF_REQUEST)

@@ -43,7 +43,6 @@ class Proposal:
     token_ids: IntArray
     """[tokens], at least one."""
     source: str
-    """The drafter's name."""
     num_matched: int
     """The number of the answer's last tokens that stand in the source too: the more, the likelier is the draft."""
 
@@ -91,7 +90,6 @@ class SuffixIndex:
         return self._tokens.nbytes + self._links.nbytes + self._heads.nbytes
 
     def extend(self, token_ids: IntArray) -> None:
-        """Append tokens."""
         start, end = self._length, self._length + len(token_ids)
         if end > len(self._tokens):
             self._reserve(max(end, 2 * len(self._tokens)))
@@ -127,7 +125,6 @@ class SuffixIndex:
         return (places[best], int(lengths[best])) if lengths[best] >= PAIR else None
 
     def following(self, place: int, max_tokens: int) -> IntArray:
-        """At most `max_tokens` tokens after a place."""
         return self._tokens[place + 1 : min(place + 1 + max_tokens, self._length)].copy()
 
     def _reserve(self, least: int) -> None:
@@ -279,7 +276,6 @@ class RecentAnswers:
     def __init__(self) -> None:
         self._texts: OrderedDict[tuple[str | None, str | None], SuffixIndex] = OrderedDict()
         self.num_bytes = 0
-        """The memory of all namespaces."""
 
     def propose(self, request: Request, max_tokens: int) -> Proposal | None:
         text = self._texts.get(_namespace(request))

@@ -147,7 +147,6 @@ class TierDirector:
         if tiers:
             manager.below = BelowThePool(self._loads, self._offers.dropped, manager, others)
         self.prefix_files = PrefixFiles(self._tiers, memory, manager, namespace)
-        """Exports and imports."""
         self._namespace = namespace
         self._num_planned = self._num_settled = 0
         self._ahead: Iterator[None] = iter(())
@@ -202,7 +201,6 @@ class TierDirector:
         return len(self._loads) > 0
 
     def note_planned(self) -> None:
-        """Note that a step was planned."""
         self._num_planned += 1
 
     def note_settled(self, entries: Entries, seconds: float | None) -> None:
@@ -243,12 +241,10 @@ class TierDirector:
             request.loads.num_offered_tokens = max(request.loads.num_offered_tokens, num_tokens)
 
     def offer_pinned(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Offer to store the first `num_tokens` tokens of a sequence, which were pinned."""
         if self._tiers:
             self._offers.add_pinned(sequence, num_tokens)
 
     def leave(self, request: Request) -> None:
-        """Forget a waiting request that has left."""
         self._loads.leave(request)
 
     def yield_blocks(self) -> bool:

@@ -162,7 +162,6 @@ class Loads:
     # ---------------------------------------------------------------- requests
 
     def arrive(self, request: Request) -> None:
-        """Ask the tiers which blocks of a new request's prefix they have."""
         if request.skips_cache:
             return
         names = [
@@ -179,7 +178,6 @@ class Loads:
                 self._probes[request] = tickets
 
     def still_waits(self, request: Request) -> bool:
-        """Whether the request waits for a load, or for a tier's answer."""
         tickets = self._probes.get(request)
         if tickets is not None:
             if not all(ticket.done for ticket in tickets):
@@ -363,7 +361,6 @@ class Loads:
         self._end(load)
 
     def _end(self, load: Load) -> None:
-        """Release the load's blocks and its requests."""
         self._loads.remove(load)
         self._num_ended += 1
         for key in load.keys:

@@ -96,7 +96,6 @@ class Offers:
     ) -> None:
         self._tiers, self._memory, self._manager, self._cost, self._admission = tiers, memory, manager, cost, admission
         self._waiting: list[Offer] = []
-        """The offers in order of arrival."""
         self.dropped = DroppedKeys()
         self.counts = StoreCounts()
 
@@ -141,12 +140,10 @@ class Offers:
         return self._waiting.pop(max(range(len(self._waiting)), key=self._place))
 
     def drop(self, offer: Offer) -> None:
-        """Give up an offer that was taken."""
         self.counts.num_dropped_offers += 1
         self.dropped.note(offer.sequence.block_hashes()[: offer.num_tokens // self._manager.block_size])
 
     def clear(self) -> None:
-        """Forget all offers."""
         self._waiting.clear()
 
     def _put(self, offer: Offer) -> None:
@@ -182,6 +179,5 @@ class Offers:
         return admitted
 
     def _has_room(self) -> bool:
-        """Whether a tier is not full yet."""
         stats = [tier.stats() for tier in self._tiers]
         return any(not each.budget_bytes or each.shared_bytes < FULL_SHARE * each.budget_bytes for each in stats)

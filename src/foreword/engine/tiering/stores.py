@@ -90,7 +90,6 @@ class Stores:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether a chunk is under way."""
         return self._chunk is not None
 
     @property
@@ -131,13 +130,11 @@ class Stores:
             self._release(chunk)
 
     def forget_offers(self) -> None:
-        """Cancel the chunk under way, and forget all offers."""
         self.cancel()
         self._offers.clear()
 
     @property
     def is_storing(self) -> bool:
-        """Whether a store is under way or waits."""
         return len(self) > 0 or len(self._apart) > 0
 
     def admits_apart(self, key: bytes) -> bool:
@@ -227,7 +224,6 @@ class Stores:
         return _places(chunk.parts).items() <= _places(now).items()
 
     def _begin(self, chunk: _Chunk) -> None:
-        """Hand the blocks to the tiers."""
         chunk.started = time.monotonic()
         run = run_of(self._manager, self._memory, self._namespace, chunk.offer.sequence, chunk.parts)
         chunk.run = run
@@ -256,7 +252,6 @@ class Stores:
         self._chunk = None
 
     def _count(self, store: _Chunk | _Apart, ticket: Ticket) -> None:
-        """Count the results of a run in one tier."""
         assert store.run is not None, "the store has not begun"
         self.counts.blocks_by_outcome.update(ticket.report.by_reason())
         num_bytes = int(store.run.payload_bytes[ticket.report.outcomes == Outcome.DONE].sum())

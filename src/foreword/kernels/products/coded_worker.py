@@ -364,7 +364,6 @@ def set_units(a: Record, num_threads: int, unit_rows: int = UNIT_ROWS) -> None:
 
 @inlined
 def _multiply_panel(a: Any, scratch: int, panel: int, first: int, count: int) -> None:
-    """Multiply some rows by a panel, and write the results."""
     sums, inputs, kind = scratch + _SUMS, scratch + _INPUTS, 16 * a.kind
     groups = STEP // 16 if a.kind & GROUPS_OF_16 else 1
     simd.clear_bytes(sums, count * 64)

@@ -35,7 +35,6 @@ from foreword.kernels.runtime.compiled import Worker, inlined, record, worker
 QUANTISED = record("rows", "num_rows", "num_steps", "target", "unit_rows", "counters")
 """The arguments of rows that are quantised: addresses, and counts."""
 STEP_BYTES = 64
-"""Bytes of a quantised step."""
 _SCALE, _SUMS, _SCALED_SUMS = STEP, STEP + 4, STEP + 16
 TINY = 2.0**-100
 MOST, LARGEST = 127, (1 << 15) - 1
@@ -159,7 +158,6 @@ def _piece(builder: Any, vector: Any, size: int, place: int) -> Any:
 
 
 def _joined(builder: Any, parts: Sequence[Any]) -> Any:
-    """Join one or two vectors into one."""
     if len(parts) == 1:
         return parts[0]
     order = ir.VectorType(I32, 2 * parts[0].type.count)
@@ -291,7 +289,6 @@ room for ROWS rows if there are several.
 
 @inlined
 def _multiply_panel(a: Any, sums: int, panel: int, first: int, count: int) -> None:
-    """Multiply some rows by a panel, and write the results."""
     source = a.panels + panel * a.panel_bytes
     for begin in range(first, first + count, ROWS):
         number = min(ROWS, first + count - begin)

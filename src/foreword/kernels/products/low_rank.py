@@ -143,7 +143,6 @@ _up = emit.by_rows("aiaiai", range(1, MOST_ROWS + 1), _emit_up)
 
 @compiled
 def _add_part(part: Any, a: Any, row: int, count: int, scratch: int) -> None:
-    """Add one part's sums to some rows of the result."""
     low = scratch + _STAGED
     _down(count, a.rows + row * a.row_bytes, a.row_bytes, part.down, part.rank, a.num_steps, low)
     target = a.target + row * a.target_bytes + 4 * part.first

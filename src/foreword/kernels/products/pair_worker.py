@@ -59,7 +59,6 @@ STEP_PAIRS = STEP // 2
 COLUMNS = PRODUCT_PANEL // emit.LANES
 """Vectors of a row's sums."""
 EXPANDED_BYTES = COLUMNS * TILE_BYTES
-"""Bytes of an expanded step."""
 FIRST_ROWS = (1, 2, 3, 4, 6, 8)
 """Numbers of rows with code that multiplies weights while it expands them. Code for 5 and 7 would not pay."""
 MOST_EXPANDED_ROWS = 14
