@@ -14,6 +14,7 @@ from typing import Any
 
 from numba import carray
 
+from foreword.kernels.cpu import row_weights
 from foreword.kernels.cpu.layout import (
     ATTENTION,
     IN_PAIRS,
@@ -29,41 +30,9 @@ from foreword.kernels.cpu.layout import (
     row_at,
     scratch_at,
 )
-from foreword.kernels.cpu.row_weights import (
-    ask_ahead,
-    ask_for_keys,
-    ask_for_values,
-    cap_scores,
-    find_bounds,
-    find_peaks,
-    keep_rows,
-    weigh_in_tiles,
-    weigh_row,
-)
 from foreword.kernels.kv_format import SCALE_BYTES
+from foreword.kernels.llvm import simd
 from foreword.kernels.llvm.emit import LANES
-from foreword.kernels.llvm.simd import (
-    DIMS,
-    ROWS,
-    add_values,
-    clear_bytes,
-    copy_bytes,
-    interleave,
-    interleave_codes,
-    load_int,
-    pair_product_32,
-    pair_product_64,
-    product_32,
-    product_64,
-    score_keys,
-    store_int,
-    transpose_code_pairs,
-    transpose_codes,
-    transpose_widened,
-    transpose_words,
-    widen,
-    widen_codes,
-)
 from foreword.kernels.llvm.tiles import lay_out, release, tile_product_32, tile_product_64
 from foreword.kernels.runtime.compiled import Worker, inlined, worker
 from foreword.kernels.step_plan import CHUNK
@@ -79,27 +48,27 @@ def _attend_rows(a: Any, s: Any, kv_head: int, rows: tuple[int, int], kind: int,
     """
     num_rows = rows[1] - rows[0]
     table, scores, stats = s.row_table + ROW_BYTES * rows[0], s.row_scores, s.row_stats
-    bounds = find_bounds(table, num_rows)
+    bounds = row_weights.find_bounds(table, num_rows)
     if bounds[0] >= bounds[1]:
         return
     start, stop = bounds[0] // KV_PANEL * KV_PANEL, -(-bounds[1] // KV_PANEL) * KV_PANEL
     if a.mode == TILES:
-        weigh_in_tiles(a, s, rows, bounds, ask)
+        row_weights.weigh_in_tiles(a, s, rows, bounds, ask)
     else:
         if packed:
             _multiply_keys(a, s, rows, start, stop)
         else:
             multiply_keys_directly(a, s, kv_head, rows, (start, bounds[1]), ask)
-        cap_scores(a, num_rows, scores, SCORE_BYTES, (start, stop))
-        find_peaks(a, table, num_rows, scores, stats, (start, stop))
+        row_weights.cap_scores(a, num_rows, scores, SCORE_BYTES, (start, stop))
+        row_weights.find_peaks(a, table, num_rows, scores, stats, (start, stop))
         for row in range(num_rows):
             own_scores, own_stats = scores + row * SCORE_BYTES, stats + STATS_BYTES * row
-            weigh_row(a, s, row_at(table, row), own_scores, own_stats, (start, stop))
+            row_weights.weigh_row(a, s, row_at(table, row), own_scores, own_stats, (start, stop))
     if packed:
         _multiply_values(a, s, num_rows, start, bounds[1])
     else:
         multiply_values_directly(a, s, kv_head, rows, (start, bounds[1]), ask)
-    keep_rows(a, s, table, num_rows, stats, s.row_mixed, kind)
+    row_weights.keep_rows(a, s, table, num_rows, stats, s.row_mixed, kind)
 
 
 @inlined
@@ -112,9 +81,9 @@ def _multiply_keys(a: Any, s: Any, rows: tuple[int, int], start: int, stop: int)
         panel = s.packed_keys + token * num_words * 4
         scores = s.row_scores + 4 * token
         if a.mode == PAIRS:
-            pair_product_64(num_rows, queries, num_words * 4, panel, num_words, scores, SCORE_BYTES)
+            simd.pair_product_64(num_rows, queries, num_words * 4, panel, num_words, scores, SCORE_BYTES)
         else:
-            product_64(num_rows, queries, num_words * 4, panel, num_words, scores, SCORE_BYTES)
+            simd.product_64(num_rows, queries, num_words * 4, panel, num_words, scores, SCORE_BYTES)
 
 
 @inlined
@@ -135,19 +104,20 @@ def _multiply_values(a: Any, s: Any, num_rows: int, start: int, high: int) -> No
         elif a.mode == TILES:
             tile_product_32(num_rows, tile_weights, WEIGHT_BYTES, panel, steps, target, 4 * width)
         elif a.mode == PAIRS and lanes == KV_PANEL:
-            pair_product_64(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
+            simd.pair_product_64(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
         elif a.mode == PAIRS:
-            pair_product_32(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
+            simd.pair_product_32(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
         elif lanes == KV_PANEL:
-            product_64(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
+            simd.product_64(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
         else:
-            product_32(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
+            simd.product_32(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
 
 
 @inlined
 def _attend(a: Any, s: Any, kv_head: int, num_rows: int, bounds: tuple[int, int], kind: int) -> None:
     """Attend with all rows of the table to one chunk, after `find_tokens`; `bounds`: the tokens that some row sees."""
-    num_parts, ask, packed = -(-num_rows // (MOST_TILED_ROWS if a.mode == TILES else ROWS)), 0, not are_few(a, num_rows)
+    num_parts, ask = -(-num_rows // (MOST_TILED_ROWS if a.mode == TILES else simd.ROWS)), 0
+    packed = not are_few(a, num_rows)
     if packed:
         start, stop = bounds[0] // KV_PANEL * KV_PANEL, -(-bounds[1] // KV_PANEL) * KV_PANEL
         pack_keys(a, s, kv_head, start, stop)
@@ -155,7 +125,7 @@ def _attend(a: Any, s: Any, kv_head: int, num_rows: int, bounds: tuple[int, int]
     if not packed or (a.mode == TILES and num_parts > 1):
         ask = (s.next_length << 16) // num_rows + 1
     else:
-        ask_ahead(a, s, 0, CHUNK)
+        row_weights.ask_ahead(a, s, 0, CHUNK)
     laid_out = 0
     for number in range(num_parts):  # parts of nearly equal size
         first, end = number * num_rows // num_parts, (number + 1) * num_rows // num_parts
@@ -184,9 +154,9 @@ def _stage(s: Any, rows: int, start: int, stop: int, offset: int, num_bytes: int
     zeros, stage = s.zeros, s.stage
     for token in range(start, stop):
         target = stage + token * padded_bytes
-        copy_bytes(target, load_int(rows + 8 * token) + offset, num_bytes)
-        copy_bytes(target + num_bytes, zeros, padded_bytes - num_bytes)
-        store_int(s.staged_rows + 8 * token, target)
+        simd.copy_bytes(target, simd.load_int(rows + 8 * token) + offset, num_bytes)
+        simd.copy_bytes(target + num_bytes, zeros, padded_bytes - num_bytes)
+        simd.store_int(s.staged_rows + 8 * token, target)
 
 
 @inlined
@@ -205,15 +175,17 @@ def pack_keys(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
         for word in range(0, num_words, LANES):
             target = panel + word * 4 * KV_PANEL
             if item_bytes == 1 and mode in IN_PAIRS:
-                transpose_code_pairs(
+                simd.transpose_code_pairs(
                     rows + 8 * token, offset + 2 * word, scales + 8 * token, scale_offset, target, 4 * KV_PANEL
                 )
             elif item_bytes == 1:
-                transpose_codes(rows + 8 * token, offset + word, scales + 8 * token, scale_offset, target, 4 * KV_PANEL)
+                simd.transpose_codes(
+                    rows + 8 * token, offset + word, scales + 8 * token, scale_offset, target, 4 * KV_PANEL
+                )
             elif mode == WIDENED:
-                transpose_widened(rows + 8 * token, offset + 2 * word, target, 4 * KV_PANEL)
+                simd.transpose_widened(rows + 8 * token, offset + 2 * word, target, 4 * KV_PANEL)
             else:
-                transpose_words(rows + 8 * token, offset + 4 * word, target, 4 * KV_PANEL)
+                simd.transpose_words(rows + 8 * token, offset + 4 * word, target, 4 * KV_PANEL)
 
 
 @inlined
@@ -230,28 +202,28 @@ def pack_values(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
         lanes = min(KV_PANEL, width - first)
         panel = packed + first * 4 * (CHUNK // together)
         for token in range(start, stop, together):
-            source = load_int(rows + 8 * token) + offset + first * item_bytes
+            source = simd.load_int(rows + 8 * token) + offset + first * item_bytes
             place = token // together
             if mode == TILES:  # the order in which two vectors of weights become one: two pairs of each alternate
                 place = place & -16 | place & 1 | (place & 6) << 1 | (place & 8) >> 2
             target = panel + place * lanes * 4
             if item_bytes == 1:
-                scale = load_int(s.value_scales + 8 * token) + SCALE_BYTES * kv_head
+                scale = simd.load_int(s.value_scales + 8 * token) + SCALE_BYTES * kv_head
                 if together == 2:
-                    other = load_int(rows + 8 * token + 8) + offset + first
-                    other_scale = load_int(s.value_scales + 8 * token + 8) + SCALE_BYTES * kv_head
-                    interleave_codes(source, other, scale, other_scale, target, lanes)
+                    other = simd.load_int(rows + 8 * token + 8) + offset + first
+                    other_scale = simd.load_int(s.value_scales + 8 * token + 8) + SCALE_BYTES * kv_head
+                    simd.interleave_codes(source, other, scale, other_scale, target, lanes)
                 else:
-                    widen_codes(target, source, scale, lanes)
+                    simd.widen_codes(target, source, scale, lanes)
             elif together == 2:
-                other = load_int(rows + 8 * token + 8) + offset + first * 2
-                interleave(source, other, target)
+                other = simd.load_int(rows + 8 * token + 8) + offset + first * 2
+                simd.interleave(source, other, target)
                 if lanes == KV_PANEL:
-                    interleave(source + 64, other + 64, target + 128)
+                    simd.interleave(source + 64, other + 64, target + 128)
             elif mode == WIDENED:
-                widen(target, source, lanes)
+                simd.widen(target, source, lanes)
             else:
-                copy_bytes(target, source, lanes * 4)
+                simd.copy_bytes(target, source, lanes * 4)
 
 
 @inlined
@@ -263,9 +235,9 @@ def are_few(a: Any, num_rows: int) -> Any:
     return (
         a.mode == PAIRS
         and a.stored_bytes == 2
-        and num_rows <= 2 * ROWS
-        and a.key_dim % DIMS == 0
-        and a.value_dim % DIMS == 0
+        and num_rows <= 2 * simd.ROWS
+        and a.key_dim % simd.DIMS == 0
+        and a.value_dim % simd.DIMS == 0
     )
 
 
@@ -282,10 +254,10 @@ def multiply_keys_directly(
     queries, offset = s.row_queries + rows[0] * key_bytes, kv_head * key_bytes
     for step in range(num_steps):
         first, last = _to_ask_for(ask, rows, step, num_steps)
-        ask_for_keys(a, s, first, last)
+        row_weights.ask_for_keys(a, s, first, last)
         token = seen[0] + step * LANES
         keys, scores = s.key_rows + 8 * token, s.row_scores + 4 * token
-        score_keys(rows[1] - rows[0], queries, key_bytes, keys, offset, key_bytes // 4, scores, SCORE_BYTES)
+        simd.score_keys(rows[1] - rows[0], queries, key_bytes, keys, offset, key_bytes // 4, scores, SCORE_BYTES)
 
 
 @inlined
@@ -294,16 +266,16 @@ def multiply_values_directly(
 ) -> None:
     """Mix values by the rows' weights."""
     num_steps, value_bytes, mixed = -(-(seen[1] - seen[0]) // LANES), 2 * a.value_dim, s.row_mixed
-    clear_bytes(mixed, (rows[1] - rows[0]) * 2 * value_bytes)
+    simd.clear_bytes(mixed, (rows[1] - rows[0]) * 2 * value_bytes)
     for step in range(num_steps):
         first, last = _to_ask_for(ask, rows, step, num_steps)
-        ask_for_values(a, s, first, last)
+        row_weights.ask_for_values(a, s, first, last)
         token = seen[0] + step * LANES
         num_pairs = (min(LANES, seen[1] - token) + 1) // 2
         weights, values = s.row_scores + 2 * token, s.value_rows + 8 * token
-        for dim in range(0, a.value_dim, DIMS):
+        for dim in range(0, a.value_dim, simd.DIMS):
             offset, target = kv_head * value_bytes + 2 * dim, mixed + 4 * dim
-            add_values(rows[1] - rows[0], weights, SCORE_BYTES, values, offset, num_pairs, target, 2 * value_bytes)
+            simd.add_values(rows[1] - rows[0], weights, SCORE_BYTES, values, offset, num_pairs, target, 2 * value_bytes)
 
 
 @inlined
