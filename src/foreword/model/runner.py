@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foreword.batch import Batch, BatchResult
 from foreword.cache import MambaSpec
-from foreword.kernels.sampling.draw import compile_draws
+from foreword.kernels.sampling.draw import draw_rows
 from foreword.kernels.select import AttentionKernel, DeviceAttention, ReferenceAttention
 from foreword.model.adapters.weights import NONE, AdaptedRows, AdapterWeights
 from foreword.model.embeds import PromptEmbeds
@@ -121,7 +121,7 @@ class ModelRunner:
             dtype = torch.float32 if model.routes_in_float32 else model.dtype  # float32 products need the most rows
             self.pad_rows = RowPadding.for_model(model.activation_widths(), dtype, threads, packed=model.is_packed)
         if not on_gpu:
-            compile_draws()  # now, not when the first request asks for it
+            _ = draw_rows.address  # compiled now, not when the first request asks for it
 
     def fill_sinks(self, token_ids: npt.NDArray[np.int32], block_ids: npt.NDArray[np.int32]) -> None:
         """Compute the tokens that begin every request into their blocks; called once, before any batch."""

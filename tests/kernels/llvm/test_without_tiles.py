@@ -69,4 +69,4 @@ def test_products_in_tiles_compile_without_tiles() -> None:
     pytest.importorskip("numba")
     if not HAS_BYTE_LOOK_UP:
         pytest.skip("weights are expanded with AVX512_VBMI")
-    assert tile_worker.TILE_WORKER.compile().address != 0
+    assert tile_worker.TILE_WORKER.worker.address != 0

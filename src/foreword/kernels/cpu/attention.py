@@ -20,8 +20,8 @@ from torch import Tensor
 
 from foreword.batch import Batch, Int64Array
 from foreword.kernels.cpu import layout
-from foreword.kernels.cpu.chunk import compile_chunk
-from foreword.kernels.cpu.worker import compile_worker
+from foreword.kernels.cpu.chunk import attend_chunk
+from foreword.kernels.cpu.worker import attend
 from foreword.kernels.kv_format import KVBlocks, KVFormat
 from foreword.kernels.llvm.emit import HAS_BF16_DOT
 from foreword.kernels.llvm.tile_softmax import HAS_FLOAT16
@@ -75,11 +75,10 @@ class AttentionOperations:
     """The work of threads for one layer: items first, and then the merge of partial results."""
 
     def __init__(self) -> None:
-        self.items, self.merges = Operation(compile_worker()), Operation(compile_worker())
-        self._chunk = compile_chunk()
+        self.items, self.merges = Operation(attend), Operation(attend)
         for phase, operation in enumerate((self.items, self.merges)):
             a = operation.arguments
-            a["phase"], a["arguments"], a["attend_chunk"] = phase, operation.address, self._chunk.address
+            a["phase"], a["arguments"], a["attend_chunk"] = phase, operation.address, attend_chunk.address
         self._sinks: Tensor | None = None
         self.token_bytes = 0
         """Bytes of one token's keys and values."""

@@ -9,7 +9,6 @@ with packed chunks, and steps of 16 requests are 6 to 10% faster (docs/decisions
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from numba import carray
@@ -34,7 +33,7 @@ from foreword.kernels.kv_format import SCALE_BYTES
 from foreword.kernels.llvm import simd
 from foreword.kernels.llvm.emit import LANES
 from foreword.kernels.llvm.tiles import lay_out, release, tile_product_32, tile_product_64
-from foreword.kernels.runtime.compiled import Worker, inlined, worker
+from foreword.kernels.runtime.compiled import inlined, worker
 from foreword.kernels.step_plan import CHUNK
 
 # ----------------------------------------------------------------------------------------------- one chunk
@@ -137,15 +136,10 @@ def _attend(a: Any, s: Any, kv_head: int, num_rows: int, bounds: tuple[int, int]
         release()
 
 
-@functools.cache
-def compile_chunk() -> Worker:
-    """Compile the function that `worker.py` calls by its address."""
-
-    @worker(ATTENTION, 6)
-    def attend_chunk(arguments: Any, scratch: int, kv_head: int, num_rows: int, low: int, high: int, kind: int) -> None:
-        _attend(carray(arguments, 1)[0], scratch_at(scratch, 0), kv_head, num_rows, (low, high), kind)
-
-    return attend_chunk
+@worker(ATTENTION, 6)
+def attend_chunk(arguments: Any, scratch: int, kv_head: int, num_rows: int, low: int, high: int, kind: int) -> None:
+    """Attend to one chunk: `worker.py` calls it by its address."""
+    _attend(carray(arguments, 1)[0], scratch_at(scratch, 0), kv_head, num_rows, (low, high), kind)
 
 
 @inlined

@@ -24,7 +24,6 @@ With vectors of pairs, few rows multiply keys and values where they lie (`chunk.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from numba import carray
@@ -46,7 +45,7 @@ from foreword.kernels.cpu.tokens import find_tokens, first_seen, look_ahead, see
 from foreword.kernels.llvm.emit import LOG2_E, LOWEST
 from foreword.kernels.llvm.simd import call_chunk, clear_bytes, copy_bytes, fetch_add, load_float, load_int, widen
 from foreword.kernels.llvm.softmax import finish, merge
-from foreword.kernels.runtime.compiled import Worker, compiled, worker
+from foreword.kernels.runtime.compiled import compiled, worker
 from foreword.kernels.step_plan import CHUNK, FOLD, SHARED
 
 
@@ -291,12 +290,7 @@ def _work(a: Any) -> None:
             unit = _attend_leading(a, s, item, kv_head)
 
 
-@functools.cache
-def compile_worker() -> Worker:
-    """Compile the function that every thread runs."""
-
-    @worker(ATTENTION)
-    def attend(arguments: Any) -> None:
-        _work(carray(arguments, 1)[0])
-
-    return attend
+@worker(ATTENTION)
+def attend(arguments: Any) -> None:
+    """Run in every thread: compute items of work, or merge their results, until none is left."""
+    _work(carray(arguments, 1)[0])

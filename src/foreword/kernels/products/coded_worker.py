@@ -17,7 +17,6 @@ A thread's scratch memory:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from numba import carray
 from foreword.kernels.llvm import emit, simd
 from foreword.kernels.llvm.emit import F32, F32S, I16S, I32S, LANES
 from foreword.kernels.products.coded import FORMATS, PANEL, STEP, SUPER_STEPS, WHOLE, CodeFormat
-from foreword.kernels.runtime.compiled import Record, Worker, inlined, record, worker
+from foreword.kernels.runtime.compiled import Record, inlined, record, worker
 
 CODED = record(
     "rows",
@@ -389,28 +388,23 @@ def _multiply_panel(a: Any, scratch: int, panel: int, first: int, count: int) ->
     write_rows(a, sums, panel, first, count)
 
 
-@functools.cache
-def compile_worker() -> Worker:
-    """Compile the function that every thread runs: it computes units until no unit is left."""
-
-    @worker(CODED)
-    def multiply_units(arguments: Any) -> None:
-        a = carray(arguments, 1)[0]
-        scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
-        num_groups = (a.num_panels + a.group - 1) // a.group
-        num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
-        vectors = 1 if a.kind & GROUPS_OF_16 else 2
-        summed, unit = -1, simd.fetch_add(a.counters, 1)
-        while unit < num_units:
-            first, first_panel = unit // num_groups * a.unit_rows, unit % num_groups * a.group
-            count = min(a.unit_rows, a.num_rows - first)
-            if a.kind & OFFSETS and summed != first:
-                for row in range(count):
-                    sums = scratch + _INPUTS + row * a.num_steps * 8 // vectors
-                    add_up(a.rows + (first + row) * a.row_bytes, a.num_steps * 2 // vectors, sums, vectors)
-                summed = first
-            for panel in range(first_panel, min(first_panel + a.group, a.num_panels)):
-                _multiply_panel(a, scratch, panel, first, count)
-            unit = simd.fetch_add(a.counters, 1)
-
-    return multiply_units
+@worker(CODED)
+def multiply_units(arguments: Any) -> None:
+    """Run in every thread: compute units until no unit is left."""
+    a = carray(arguments, 1)[0]
+    scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
+    num_groups = (a.num_panels + a.group - 1) // a.group
+    num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
+    vectors = 1 if a.kind & GROUPS_OF_16 else 2
+    summed, unit = -1, simd.fetch_add(a.counters, 1)
+    while unit < num_units:
+        first, first_panel = unit // num_groups * a.unit_rows, unit % num_groups * a.group
+        count = min(a.unit_rows, a.num_rows - first)
+        if a.kind & OFFSETS and summed != first:
+            for row in range(count):
+                sums = scratch + _INPUTS + row * a.num_steps * 8 // vectors
+                add_up(a.rows + (first + row) * a.row_bytes, a.num_steps * 2 // vectors, sums, vectors)
+            summed = first
+        for panel in range(first_panel, min(first_panel + a.group, a.num_panels)):
+            _multiply_panel(a, scratch, panel, first, count)
+        unit = simd.fetch_add(a.counters, 1)

@@ -17,7 +17,6 @@ there, up to the number that cannot overflow. VNNI adds four products in 32 bits
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ from foreword.kernels.llvm import emit, simd
 from foreword.kernels.llvm.emit import F32, F32S, I16, I32, I32S, LANES
 from foreword.kernels.products.coded import PANEL, QUAD, STEP, CodeFormat
 from foreword.kernels.products.coded_worker import CODED, FORMS, Planes, for_steps, write_rows
-from foreword.kernels.runtime.compiled import Worker, inlined, record, worker
+from foreword.kernels.runtime.compiled import inlined, record, worker
 
 QUANTISED = record("rows", "num_rows", "num_steps", "target", "unit_rows", "counters")
 """The arguments of rows that are quantised: addresses, and counts."""
@@ -97,23 +96,16 @@ def _quantise_row(builder: Any, row: Any, target: Any, num_steps: Any) -> None:
     emit.loop(builder, emit.integer(0), num_steps, 1, [], of_step)
 
 
-@functools.cache
-def compile_quantiser() -> Worker:
-    """Compile the function that every thread runs: it quantises units of rows until no unit is left."""
-
-    @worker(QUANTISED)
-    def quantise_rows(arguments: Any) -> None:
-        a = carray(arguments, 1)[0]
-        while True:
-            first = simd.fetch_add(a.counters, a.unit_rows)
-            if first >= a.num_rows:
-                return
-            for row in range(first, min(first + a.unit_rows, a.num_rows)):
-                _quantise_row(
-                    a.rows + row * a.num_steps * 4 * STEP, a.target + row * a.num_steps * STEP_BYTES, a.num_steps
-                )
-
-    return quantise_rows
+@worker(QUANTISED)
+def quantise_rows(arguments: Any) -> None:
+    """Run in every thread: quantise units of rows until no unit is left."""
+    a = carray(arguments, 1)[0]
+    while True:
+        first = simd.fetch_add(a.counters, a.unit_rows)
+        if first >= a.num_rows:
+            return
+        for row in range(first, min(first + a.unit_rows, a.num_rows)):
+            _quantise_row(a.rows + row * a.num_steps * 4 * STEP, a.target + row * a.num_steps * STEP_BYTES, a.num_steps)
 
 
 # ------------------------------------------------------------------------------------------------- products
@@ -297,22 +289,17 @@ def _multiply_panel(a: Any, sums: int, panel: int, first: int, count: int) -> No
         write_rows(a, sums, panel, begin, number)
 
 
-@functools.cache
-def compile_worker() -> Worker:
-    """Compile the function that every thread runs: it computes units until no unit is left."""
-
-    @worker(CODED)
-    def multiply_integers(arguments: Any) -> None:
-        a = carray(arguments, 1)[0]
-        sums = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
-        num_groups = (a.num_panels + a.group - 1) // a.group
-        num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
+@worker(CODED)
+def multiply_integers(arguments: Any) -> None:
+    """Run in every thread: compute units until no unit is left."""
+    a = carray(arguments, 1)[0]
+    sums = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
+    num_groups = (a.num_panels + a.group - 1) // a.group
+    num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
+    unit = simd.fetch_add(a.counters, 1)
+    while unit < num_units:
+        first, first_panel = unit // num_groups * a.unit_rows, unit % num_groups * a.group
+        count = min(a.unit_rows, a.num_rows - first)
+        for panel in range(first_panel, min(first_panel + a.group, a.num_panels)):
+            _multiply_panel(a, sums, panel, first, count)
         unit = simd.fetch_add(a.counters, 1)
-        while unit < num_units:
-            first, first_panel = unit // num_groups * a.unit_rows, unit % num_groups * a.group
-            count = min(a.unit_rows, a.num_rows - first)
-            for panel in range(first_panel, min(first_panel + a.group, a.num_panels)):
-                _multiply_panel(a, sums, panel, first, count)
-            unit = simd.fetch_add(a.counters, 1)
-
-    return multiply_integers

@@ -13,7 +13,6 @@ multiplied up to three at a time, which reads each weight once for all of them a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from numba import carray
 
 from foreword.kernels.llvm import emit, simd
 from foreword.kernels.llvm.emit import F32, LANES
-from foreword.kernels.runtime.compiled import Worker, compiled, record, view, worker
+from foreword.kernels.runtime.compiled import compiled, record, view, worker
 
 PARTS = 3
 """The number of parts of a table."""
@@ -157,31 +156,26 @@ def _add_part(part: Any, a: Any, row: int, count: int, scratch: int) -> None:
             simd.copy_bytes(target + 64 * whole + number * a.target_bytes, scratch + 64 * number, 4 * tail)
 
 
-@functools.cache
-def compile_worker() -> Worker:
-    """Compile the function that every thread runs: it computes units of rows until no unit is left."""
-
-    @worker(LOW_RANK)
-    def add_products(arguments: Any) -> None:
-        a = carray(arguments, 1)[0]
-        scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
-        while True:
-            row = simd.fetch_add(a.counters, a.unit_rows)
-            if row >= a.num_rows:
-                return
-            end = min(row + a.unit_rows, a.num_rows)
-            while row < end:
-                number, count = simd.load_int(a.numbers + 8 * row), 1
-                while count < MOST_ROWS and row + count < end:
-                    if simd.load_int(a.numbers + 8 * (row + count)) != number:
-                        break
-                    count += 1
-                table = simd.load_int(a.tables + 8 * number) if number >= 0 else 0
-                if table != 0:
-                    for place in range(PARTS):
-                        part = _part_at(table, place)
-                        if part.rank != 0:
-                            _add_part(part, a, row, count, scratch)
-                row += count
-
-    return add_products
+@worker(LOW_RANK)
+def add_products(arguments: Any) -> None:
+    """Run in every thread: compute units of rows until no unit is left."""
+    a = carray(arguments, 1)[0]
+    scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
+    while True:
+        row = simd.fetch_add(a.counters, a.unit_rows)
+        if row >= a.num_rows:
+            return
+        end = min(row + a.unit_rows, a.num_rows)
+        while row < end:
+            number, count = simd.load_int(a.numbers + 8 * row), 1
+            while count < MOST_ROWS and row + count < end:
+                if simd.load_int(a.numbers + 8 * (row + count)) != number:
+                    break
+                count += 1
+            table = simd.load_int(a.tables + 8 * number) if number >= 0 else 0
+            if table != 0:
+                for place in range(PARTS):
+                    part = _part_at(table, place)
+                    if part.rank != 0:
+                        _add_part(part, a, row, count, scratch)
+            row += count

@@ -31,7 +31,6 @@ nothing but its own row and column.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,7 +52,7 @@ from foreword.kernels.products.units import (
     weights_of,
 )
 from foreword.kernels.products.weights12 import FAR, NEAR, STEP_BYTES, STEP_GROUPS, STEP_WEIGHTS
-from foreword.kernels.runtime.compiled import Record, Worker, inlined, worker
+from foreword.kernels.runtime.compiled import Record, inlined, worker
 
 STEP_PAIRS = STEP // 2
 COLUMNS = PRODUCT_PANEL // emit.LANES
@@ -311,30 +310,25 @@ def _multiply_unit(a: Any, scratch: int, panels: tuple[int, int], rows: tuple[in
         _multiply_others(a, scratch, panels, rows, part, ahead)
 
 
-@functools.cache
-def _compile() -> Worker:
-    """Compile the function that every thread runs: it computes units until no unit is left."""
-
-    @worker(PRODUCT)
-    def multiply(arguments: Any) -> None:
-        a = carray(arguments, 1)[0]
-        scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
-        num_groups = (a.num_panels + a.group - 1) // a.group
-        num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
-        unit, few = simd.fetch_add(a.counters, 1), a.num_rows <= MOST_PACKED_ROWS
-        head = -1
-        while unit < num_units:
-            following = simd.fetch_add(a.counters, 1) if few else unit + 1  # `unit + 1` is a guess
-            first_panel, first_row = unit % num_groups * a.group, unit // num_groups * a.unit_rows
-            if few and head != first_panel // a.head_panels:
-                head = first_panel // a.head_panels
-                _pack_few(a, scratch, rows_of(a, first_panel))
-            panels = first_panel, min(first_panel + a.group, a.num_panels)
-            rows = first_row, min(first_row + a.unit_rows, a.num_rows)
-            _multiply_unit(a, scratch, panels, rows, following % num_groups * a.group)
-            unit = following if few else simd.fetch_add(a.counters, 1)
-
-    return multiply
+@worker(PRODUCT)
+def multiply(arguments: Any) -> None:
+    """Run in every thread: compute units until no unit is left."""
+    a = carray(arguments, 1)[0]
+    scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
+    num_groups = (a.num_panels + a.group - 1) // a.group
+    num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
+    unit, few = simd.fetch_add(a.counters, 1), a.num_rows <= MOST_PACKED_ROWS
+    head = -1
+    while unit < num_units:
+        following = simd.fetch_add(a.counters, 1) if few else unit + 1  # `unit + 1` is a guess
+        first_panel, first_row = unit % num_groups * a.group, unit // num_groups * a.unit_rows
+        if few and head != first_panel // a.head_panels:
+            head = first_panel // a.head_panels
+            _pack_few(a, scratch, rows_of(a, first_panel))
+        panels = first_panel, min(first_panel + a.group, a.num_panels)
+        rows = first_row, min(first_row + a.unit_rows, a.num_rows)
+        _multiply_unit(a, scratch, panels, rows, following % num_groups * a.group)
+        unit = following if few else simd.fetch_add(a.counters, 1)
 
 
-PAIR_WORKER = ProductWorker(_compile, _thread_scratch, _set_units)
+PAIR_WORKER = ProductWorker(multiply, _thread_scratch, _set_units)

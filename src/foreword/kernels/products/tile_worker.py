@@ -8,7 +8,6 @@ from part to part. Sums are float32 there as in tiles, so cutting changes no bit
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,7 @@ from foreword.kernels.products.units import (
     weights_of,
 )
 from foreword.kernels.products.weights12 import FAR, NEAR, STEP_BYTES, STEP_WEIGHTS
-from foreword.kernels.runtime.compiled import Record, Worker, inlined, worker
+from foreword.kernels.runtime.compiled import Record, inlined, worker
 
 BLOCK_ROWS = 2 * TILE_ROWS
 MOST_STREAMED_ROWS = 64
@@ -221,21 +220,16 @@ def _expand_units(a: Any, scratch: int) -> None:
                 _multiply_block(a, scratch, min(row, a.num_rows - BLOCK_ROWS), block, panels, part)
 
 
-@functools.cache
-def _compile() -> Worker:
-    """Compile the function that every thread runs: it computes units until no unit is left."""
-
-    @worker(PRODUCT)
-    def multiply(arguments: Any) -> None:
-        a = carray(arguments, 1)[0]
-        scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
-        if a.num_rows <= MOST_STREAMED_ROWS:
-            _stream_units(a, scratch)
-        else:
-            _expand_units(a, scratch)
-        tiles.release()
-
-    return multiply
+@worker(PRODUCT)
+def multiply(arguments: Any) -> None:
+    """Run in every thread: compute units until no unit is left."""
+    a = carray(arguments, 1)[0]
+    scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
+    if a.num_rows <= MOST_STREAMED_ROWS:
+        _stream_units(a, scratch)
+    else:
+        _expand_units(a, scratch)
+    tiles.release()
 
 
-TILE_WORKER = ProductWorker(_compile, lambda num_steps: _SCRATCH_BYTES, _set_units)
+TILE_WORKER = ProductWorker(multiply, lambda num_steps: _SCRATCH_BYTES, _set_units)

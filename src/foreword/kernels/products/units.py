@@ -50,8 +50,8 @@ SUMS_BYTES = 4 * PRODUCT_PANEL
 class ProductWorker(NamedTuple):
     """One way to multiply."""
 
-    compile: Callable[[], Worker]
-    """Compiles the function that every thread runs: it computes units until no unit is left."""
+    worker: Worker
+    """The function that every thread runs: it computes units until no unit is left."""
     thread_scratch: Callable[[int], int]
     """Bytes of scratch memory for each thread, from the number of steps of the weights."""
     set_units: Callable[[Record, int], None]

@@ -19,7 +19,6 @@ import hashlib
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +51,24 @@ def cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-@dataclass(frozen=True)
 class Worker:
-    """A compiled C function that takes the address of a record."""
+    """A C function that takes the address of a record. It is compiled when its address is asked for."""
 
-    function: Any
-    """Owns the machine code."""
-    record: np.dtype[np.void]
-    address: int
-    """Address of the machine code."""
+    def __init__(self, function: Callable[..., None], record: np.dtype[np.void], signature: Any) -> None:
+        self._function, self.record, self._signature = function, record, signature
+
+    @functools.cached_property
+    def function(self) -> Any:
+        """Owns the machine code."""
+        result: Any = CFunc(self._function, self._signature, locals={}, options={"error_model": "numpy"})
+        result._cache = _cache_of(self._function)
+        result.compile()
+        return result
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Address of the machine code."""
+        return int(self.function.address)
 
     def offset(self, argument: str) -> int:
         """Bytes from the record's address to one of its fields."""
@@ -69,19 +77,13 @@ class Worker:
 
 
 def worker(record: np.dtype[np.void], num_integers: int = 0) -> Callable[[Callable[..., None]], Worker]:
-    """A decorator that compiles `function(arguments, *integers)`, with `num_integers` integers after the record.
+    """A decorator for `function(arguments, *integers)`, with `num_integers` integers after the record.
 
     `arguments` points to the record: `carray(arguments, 1)[0]` is the record itself.
     """
     signature: Any = (types.CPointer(from_dtype(record)), *[types.intp] * num_integers), types.void
 
-    def decorate(function: Callable[..., None]) -> Worker:
-        result: Any = CFunc(function, signature, locals={}, options={"error_model": "numpy"})
-        result._cache = _cache_of(function)
-        result.compile()
-        return Worker(result, record, result.address)
-
-    return decorate
+    return lambda function: Worker(function, record, signature)
 
 
 def view(record: np.dtype[np.void]) -> Any:

@@ -107,7 +107,7 @@ class Program:
         self._counters = np.zeros((len(operations), COUNTERS), np.int64)
         for operation, counters in zip(operations, self._counters, strict=True):
             operation.count_in(counters)
-        self._whole = Operation(_compile_program())
+        self._whole = Operation(_run_program)
         a, openmp = self._whole.arguments, gnu_openmp()
         a["operations"], a["num_operations"] = self._table.ctypes.data, len(operations)
         a["team_size"] = 0 if openmp is None else address_of(openmp.omp_get_num_threads)
@@ -131,7 +131,7 @@ class Wires:
         self._operations = [operation for operation, _, _ in wires]
         places = [(owner.address + owner.worker.offset(argument), 8 * number) for owner, argument, number in wires]
         self._wires = np.array(places, WIRE)
-        self._carry = Operation(_compile_wires())
+        self._carry = Operation(_carry_numbers)
         self._carry.arguments["wires"] = self._wires.ctypes.data
         self._carry.arguments["num_wires"] = len(self._wires)
 
@@ -201,38 +201,28 @@ def _wait(a: Any, last: int) -> None:
         simd.fetch_add(a.counters + SLEEPERS, -1)
 
 
-@functools.cache
-def _compile_program() -> Worker:
-    """Compile the function that each thread of a program runs."""
-
-    @worker(PROGRAM)
-    def run_program(arguments: Any) -> None:
-        a = carray(arguments, 1)[0]
-        num_threads = _call_for_number(a.team_size) if a.team_size != 0 else a.num_threads
-        for number in range(a.num_operations):
-            operation = _operation_at(a.operations, number)
-            _call_worker(operation.worker, operation.arguments)
-            last = (number + 1) * num_threads
-            if simd.fetch_add(a.counters, 1) + 1 < last:
-                _wait(a, last)
-            elif a.system_call != 0 and simd.fetch_add(a.counters + SLEEPERS, 0) > 0:
-                _call_system(a.system_call, FUTEX, a.counters, FUTEX_WAKE, num_threads)
-
-    return run_program
+@worker(PROGRAM)
+def _run_program(arguments: Any) -> None:
+    """Run the operations of a program, in each of its threads."""
+    a = carray(arguments, 1)[0]
+    num_threads = _call_for_number(a.team_size) if a.team_size != 0 else a.num_threads
+    for number in range(a.num_operations):
+        operation = _operation_at(a.operations, number)
+        _call_worker(operation.worker, operation.arguments)
+        last = (number + 1) * num_threads
+        if simd.fetch_add(a.counters, 1) + 1 < last:
+            _wait(a, last)
+        elif a.system_call != 0 and simd.fetch_add(a.counters + SLEEPERS, 0) > 0:
+            _call_system(a.system_call, FUTEX, a.counters, FUTEX_WAKE, num_threads)
 
 
-@functools.cache
-def _compile_wires() -> Worker:
-    """Compile the function that copies numbers to arguments."""
-
-    @worker(WIRING)
-    def carry_numbers(arguments: Any) -> None:
-        a = carray(arguments, 1)[0]
-        for number in range(a.num_wires):
-            wire = _wire_at(a.wires, number)
-            simd.store_int(wire.target, simd.load_int(a.numbers + wire.offset))
-
-    return carry_numbers
+@worker(WIRING)
+def _carry_numbers(arguments: Any) -> None:
+    """Copy numbers to arguments."""
+    a = carray(arguments, 1)[0]
+    for number in range(a.num_wires):
+        wire = _wire_at(a.wires, number)
+        simd.store_int(wire.target, simd.load_int(a.numbers + wire.offset))
 
 
 # -------------------------------------------------------------------------------------- threads

@@ -18,7 +18,6 @@ sort.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from numba.extending import intrinsic
 
 from foreword.kernels.llvm import simd
 from foreword.kernels.llvm.emit import fused
-from foreword.kernels.runtime.compiled import Worker, compiled, record, worker
+from foreword.kernels.runtime.compiled import compiled, record, worker
 
 DRAWS = record(
     "logits",
@@ -257,29 +256,24 @@ def draw_token(row: Any, options: Any, scratch: Any) -> Any:
     return np.int64(0xFFFFFFFF) - np.int64(keys[length - 1] & np.uint64(0xFFFFFFFF))
 
 
-@functools.cache
-def compile_draws() -> Worker:
-    """Compile the function that every thread runs: it draws from rows until no row is left."""
-
-    @worker(DRAWS)
-    def draw_rows(arguments: Any) -> None:
-        a = carray(arguments, 1)[0]
-        at = a.scratch + a.scratch_bytes * simd.fetch_add(a.counters + 64 * THREADS_SEEN, 1)
-        blocks, room = (a.vocab + BLOCK - 1) // BLOCK, a.vocab + BLOCK
-        keys, weights = carray(uint64s_at(at), room), carray(int64s_at(at + 8 * room), room)
-        at += 16 * room
-        sums, largest = carray(int64s_at(at), blocks), carray(int32s_at(at + 8 * blocks), blocks)
-        values = carray(float32s_at(at + 12 * blocks), BLOCK)
-        options, token_ids = carray(float64s_at(a.options), (a.num_rows, 5)), carray(int64s_at(a.token_ids), a.num_rows)
-        rows = carray(int64s_at(a.rows), a.num_rows)
-        while True:
-            number = simd.fetch_add(a.counters, 1)
-            if number >= a.num_rows:
-                return
-            row = (a.logits + rows[number] * a.row_bytes, a.element_bytes, a.vocab)
-            token_ids[number] = draw_token(row, options[number], (values, largest, sums, keys, weights))
-
-    return draw_rows
+@worker(DRAWS)
+def draw_rows(arguments: Any) -> None:
+    """Run in every thread: draw from rows until no row is left."""
+    a = carray(arguments, 1)[0]
+    at = a.scratch + a.scratch_bytes * simd.fetch_add(a.counters + 64 * THREADS_SEEN, 1)
+    blocks, room = (a.vocab + BLOCK - 1) // BLOCK, a.vocab + BLOCK
+    keys, weights = carray(uint64s_at(at), room), carray(int64s_at(at + 8 * room), room)
+    at += 16 * room
+    sums, largest = carray(int64s_at(at), blocks), carray(int32s_at(at + 8 * blocks), blocks)
+    values = carray(float32s_at(at + 12 * blocks), BLOCK)
+    options, token_ids = carray(float64s_at(a.options), (a.num_rows, 5)), carray(int64s_at(a.token_ids), a.num_rows)
+    rows = carray(int64s_at(a.rows), a.num_rows)
+    while True:
+        number = simd.fetch_add(a.counters, 1)
+        if number >= a.num_rows:
+            return
+        row = (a.logits + rows[number] * a.row_bytes, a.element_bytes, a.vocab)
+        token_ids[number] = draw_token(row, options[number], (values, largest, sums, keys, weights))
 
 
 WEIGHT_BITS = 42

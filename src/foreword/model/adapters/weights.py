@@ -240,7 +240,7 @@ class LowRankOperation(Operation):
     """Adds adapters' terms to the results of one product, in float32."""
 
     def __init__(self) -> None:
-        super().__init__(low_rank.compile_worker())
+        super().__init__(low_rank.add_products)
 
     def bind(self, rows: int, inputs: int, target: int, outputs: int) -> None:
         """Set the addresses of rows [rows, inputs], with padded `inputs`, and of the results that are added to."""

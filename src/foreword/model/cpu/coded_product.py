@@ -277,7 +277,7 @@ class CodedOperation(Operation):
 
     def __init__(self, constants: Record, memory: object, row_scratch: int, worker: Worker | None = None) -> None:
         """`constants`: arguments that `bind` does not set; `memory`: the memory at the addresses among them."""
-        super().__init__(worker or coded_worker.compile_worker())
+        super().__init__(worker or coded_worker.multiply_units)
         self._memory, self._first_byte, self._row_scratch = memory, int(constants["target"]), row_scratch
         for name in CODED.names or ():
             if name != "counters":
@@ -295,7 +295,7 @@ class IntegerOperation(CodedOperation):
     """A product in integers of the rows that a `QuantiseOperation` has left in scratch memory."""
 
     def __init__(self, constants: Record, memory: object, row_scratch: int) -> None:
-        super().__init__(constants, memory, row_scratch, integer_worker.compile_worker())
+        super().__init__(constants, memory, row_scratch, integer_worker.multiply_integers)
 
     def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:
         super().bind(scratch, num_rows, target, scratch)
@@ -306,7 +306,7 @@ class QuantiseOperation(Operation):
     """Rounds the rows that `bind` set last to eight bits."""
 
     def __init__(self, in_features: int) -> None:
-        super().__init__(integer_worker.compile_quantiser())
+        super().__init__(integer_worker.quantise_rows)
         self.arguments["num_steps"] = in_features // STEP
 
     def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:

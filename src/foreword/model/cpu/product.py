@@ -196,7 +196,7 @@ class ProductOperation(Operation):
 
     def __init__(self, worker: ProductWorker, constants: Record, memory: object) -> None:
         """`constants`: arguments that `bind` does not set; `memory`: the memory at the addresses among them."""
-        super().__init__(worker.compile())
+        super().__init__(worker.worker)
         self._memory, self._set_units = memory, worker.set_units
         for name in PRODUCT.names or ():
             if name != "counters":

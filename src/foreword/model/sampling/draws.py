@@ -22,7 +22,7 @@ from torch import Tensor
 
 from foreword.batch import Int64Array
 from foreword.kernels.runtime.threads import Operation
-from foreword.kernels.sampling.draw import MOST_SCALE, MOST_WORDS, WEIGHT_BITS, compile_draws, scratch_bytes
+from foreword.kernels.sampling.draw import MOST_SCALE, MOST_WORDS, WEIGHT_BITS, draw_rows, scratch_bytes
 from foreword.request import FactRows
 
 Words = npt.NDArray[np.uint64]
@@ -113,7 +113,7 @@ class Draws:
     def _draw_compiled(self, logits: Tensor) -> Tensor:
         if logits.dtype not in (torch.float32, torch.bfloat16) or logits.stride(1) != 1:
             logits = logits.float().contiguous()
-        operation, vocab, token_ids = Operation(compile_draws()), logits.shape[1], torch.empty_like(self.rows)
+        operation, vocab, token_ids = Operation(draw_rows), logits.shape[1], torch.empty_like(self.rows)
         num_threads = min(torch.get_num_threads(), len(self.rows)) if self.rows.numel() * vocab > ALONE_ELEMENTS else 1
         scratch = torch.empty(
             (torch.get_num_threads() if num_threads > 1 else 1, scratch_bytes(vocab)), dtype=torch.uint8
