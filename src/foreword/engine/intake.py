@@ -73,14 +73,7 @@ class Intake:
             request.sequence.session = None if prompt.session is None else (prompt.owner, prompt.session)
             if params.prompt_logprobs is not None:
                 request.sequence.most_hit_tokens = params.first_reported
-            if links is not None:
-                request.link(links, sources)
-            if prompt.adapter is not None:
-                request.adapt(prompt.adapter)
-            if prompt.pictures:
-                request.show(prompt.pictures, alone)
-            if prompt.embeds is not None:
-                request.begin_with(prompt.embeds)
+            request.take(links, sources, prompt.adapter, prompt.pictures, prompt.embeds, alone)
         return requests
 
     def _note_cut(self, prompt: Prompt, params: SamplingParams, room: int) -> None:

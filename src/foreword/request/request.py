@@ -527,36 +527,29 @@ class Request:
             failure = None if lookup.reason is None else self.loads.failure
             self.explanation = replace(lookup, loaded_tokens=loaded, load_failure=failure)
 
-    def link(self, links: Links, sources: tuple[TokenSequence, ...]) -> None:
-        """Take the links of the prompt; call it before the request is queued."""
-        self.links, self.sources = links, sources
-        self._set_fact("has_gaps", links.has_gaps)
+    def take(
+        self,
+        links: Links | None,
+        sources: tuple[TokenSequence, ...],
+        adapter: Adapter | None,
+        pictures: tuple[PlacedPicture, ...],
+        embeds: Embeds | None,
+        alone: Alone,
+    ) -> None:
+        """Take what the prompt has besides tokens; call it before the request is queued.
 
-    def adapt(self, adapter: Adapter) -> None:
-        """Have an adapter compute its tokens; call it before the request is queued."""
-        self.adapter = adapter
-        self._set_fact("is_adapted", True)
-
-    def show(self, pictures: tuple[PlacedPicture, ...], alone: Alone) -> None:
-        """Have rows of pictures replace tokens of the prompt; call it before the request is queued.
-
-        `alone` replaces the salt if the request skips the cache; all answers to one prompt share it.
+        `alone` replaces the salt of pictures if the request skips the cache; all answers to one prompt share it.
         """
-        self.pictures = pictures
+        self.links, self.sources, self.adapter, self.pictures, self.embeds = links, sources, adapter, pictures, embeds
         self.rows_salt = alone if self.skips_cache else self.sequence.extra_keys.salt
-        self._set_fact("has_pictures", True)
-        self._set_fact("sees_ahead", any(placed.sees_ahead for placed in pictures))
-        if any(placed.grid is not None for placed in pictures):
-            self._set_fact("has_gaps", True)
-
-    def begin_with(self, embeds: Embeds) -> None:
-        """Have rows replace the first tokens; call it before the request is queued."""
-        self.embeds = embeds
-        self._set_fact("has_embeds", True)
-
-    def _set_fact(self, name: str, value: object) -> None:
-        facts = dict(zip(FACTS.names or (), self.facts, strict=True))
-        self.facts = named_record(FACTS, **{**facts, name: value})
+        facts = {
+            "is_adapted": adapter is not None,
+            "has_pictures": bool(pictures),
+            "has_embeds": embeds is not None,
+            "sees_ahead": any(placed.sees_ahead for placed in pictures),
+            "has_gaps": (links is not None and links.has_gaps) or any(placed.grid is not None for placed in pictures),
+        }
+        self.facts = named_record(FACTS, **dict(zip(FACTS.names or (), self.facts, strict=True)) | facts)
 
     def link_report(self) -> LinkReport | None:
         """Count which tokens of the prompt were linked, computed or cached; None for a plain prompt."""
