@@ -421,8 +421,8 @@ def test_tiles_cover_every_query_once_and_hide_the_ends_of_tables() -> None:
     assert rows.sort().values.tolist() == list(range(case.batch.num_tokens))
     for tile in tiles:
         assert tile.query_index.shape[1] <= reference.TILE_QUERIES
-        assert tile.first_position == tile.positions.min()
-        assert tile.last_position == tile.positions.max()
+        assert tile.shape.first_position == tile.positions.min()
+        assert tile.shape.last_position == tile.positions.max()
         owned = tile.positions[:, -1:] // 16 + 1
         beyond = torch.arange(tile.block_tables.shape[1]) >= owned
         assert torch.equal(tile.block_tables == scrap, beyond)

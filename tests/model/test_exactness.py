@@ -296,7 +296,7 @@ def test_the_self_check_notices_chunks_of_kv_that_are_not_at_fixed_positions(
     class MovingChunks(ReferenceAttention):
         def attend(self, *args: Any) -> Tensor:
             tiles: list[reference.Tile] = args[2]
-            monkeypatch.setattr(reference, "CHUNK_TOKENS", 8 if tiles[0].first_position == 0 else 12)
+            monkeypatch.setattr(reference, "CHUNK_TOKENS", 8 if tiles[0].shape.first_position == 0 else 12)
             return super().attend(*args)
 
     model = replace(tiny_models.loaded("llama"), kernel=MovingChunks())

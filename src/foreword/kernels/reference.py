@@ -91,17 +91,12 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """Queries of some requests that are computed together: the same number from each request."""
+class TileShape:
+    """One tile's sizes, and the positions that bound its chunks."""
 
-    query_index: Tensor
-    """[requests, queries]: rows of the flattened batch."""
-    positions: Tensor
-    """[requests, queries], ascending."""
-    seen_to: Tensor
-    """[requests, queries]: the position after the last that each query sees, ascending."""
-    block_tables: Tensor
-    """[requests, blocks]: physical blocks; the scrap block where a table has ended or given up a block."""
+    num_requests: int
+    num_queries: int
+    num_blocks: int
     first_position: int
     last_position: int
     """The last position that a query sees. Chunks are visited from the first that any query sees up to this
@@ -111,15 +106,18 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class TileShape:
-    """One tile's sizes, and the positions that bound its chunks."""
+class Tile:
+    """Queries of some requests that are computed together: the same number from each request."""
 
-    num_requests: int
-    num_queries: int
-    num_blocks: int
-    first_position: int
-    last_position: int
-    shortest: int
+    shape: TileShape
+    query_index: Tensor
+    """[requests, queries]: rows of the flattened batch."""
+    positions: Tensor
+    """[requests, queries], ascending."""
+    seen_to: Tensor
+    """[requests, queries]: the position after the last that each query sees, ascending."""
+    block_tables: Tensor
+    """[requests, blocks]: physical blocks; the scrap block where a table has ended or given up a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +142,11 @@ class TilePlan:
             start += sum(sizes)
             tiles.append(
                 Tile(
+                    shape,
                     index.view(shape.num_requests, -1).long(),
                     positions.view(shape.num_requests, -1),
                     seen_to.view(shape.num_requests, -1),
                     tables.view(shape.num_requests, -1).long(),
-                    shape.first_position,
-                    shape.last_position,
-                    shape.shortest,
                 )
             )
         return tiles
@@ -243,13 +239,13 @@ def _attend_tile(query: Tensor, kv: KVBlocks, tile: Tile, options: AttentionOpti
 
     chunk_blocks = max(1, CHUNK_TOKENS // block_size)
     chunk = chunk_blocks * block_size
-    first_seen = _first_seen(tile.first_position, options)
-    for start in range(max(0, first_seen) // chunk * chunk, tile.last_position + 1, chunk):
+    first_seen = _first_seen(tile.shape.first_position, options)
+    for start in range(max(0, first_seen) // chunk * chunk, tile.shape.last_position + 1, chunk):
         at = start // block_size
         blocks = tile.block_tables[:, at : at + chunk_blocks]
         keys, values = (_in_chunk(part, chunk) for part in kv.read_blocks(blocks))
         hidden = _hidden(tile, start, chunk, options)
-        if start + chunk - 1 > tile.shortest or start < _first_seen(tile.last_position, options):
+        if start + chunk - 1 > tile.shape.shortest or start < _first_seen(tile.shape.last_position, options):
             _zero_unseen(values, tile, start, options)
         scores = _products(rows, keys.transpose(1, 2))
         # [requests, kv_heads, queries, groups, chunk]; padding rows stay as they are
@@ -319,7 +315,7 @@ def _distances(tile: Tile, start: int, chunk: int) -> Tensor:
 
 def _hidden(tile: Tile, start: int, chunk: int, options: AttentionOptions) -> Tensor | None:
     """Whether each query must not see each KV position of a chunk, [requests, queries, chunk]; None: all see all."""
-    if start + chunk - 1 <= tile.first_position and _first_seen(tile.last_position, options) <= start:
+    if start + chunk - 1 <= tile.shape.first_position and _first_seen(tile.shape.last_position, options) <= start:
         return None
     kv = torch.arange(start, start + chunk, device=tile.positions.device)
     queries = tile.positions[..., None]
