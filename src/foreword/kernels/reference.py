@@ -42,33 +42,6 @@ Position = TypeVar("Position", int, Tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreModifier:
-    """The one step between the product of a query and a key and the softmax:
-
-        score = cap * tanh(scale * product / cap) + slope * (key's position - query's position)
-
-    The bias depends on the distance, not on the key's position, although both would give the same softmax. So the bias
-    is small where weights are large, and independent of the rest of the batch.
-    """
-
-    scale: float
-    cap: float | None
-    slopes: Tensor | None
-    """[heads]"""
-
-    def apply(self, scores: Tensor, distances: Tensor | None) -> None:
-        """Apply cap and bias to scaled scores [requests, kv_heads, queries, groups, keys], in place.
-
-        `distances` [requests, queries, keys] is needed only with slopes.
-        """
-        if self.cap is not None:
-            scores.div_(self.cap).tanh_().mul_(self.cap)
-        if self.slopes is not None and distances is not None:
-            slopes = self.slopes.float().view(1, scores.shape[1], 1, -1, 1)
-            scores.add_(slopes * distances[:, None, :, None].float())
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """A layer's options of attention, besides the causal mask."""
 
@@ -84,10 +57,20 @@ class AttentionOptions:
     slopes: Tensor | None = None
     """[heads]: a score is raised by slope * (key's position - query's position), as in ALiBi (arXiv 2108.12409)."""
 
-    @property
-    def score(self) -> ScoreModifier:
-        """The step between a product of a query and a key and the softmax."""
-        return ScoreModifier(self.scale, self.softcap, self.slopes)
+    def modify(self, scores: Tensor, distances: Tensor | None) -> None:
+        """Apply cap and bias to scaled scores [requests, kv_heads, queries, groups, keys], in place.
+
+        score = cap * tanh(scale * product / cap) + slope * (key's position - query's position)
+
+        The bias depends on the distance, not on the key's position, although both would give the same softmax. So the
+        bias is small where weights are large, and independent of the rest of the batch. `distances` [requests, queries,
+        keys] is needed only with slopes.
+        """
+        if self.softcap is not None:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.slopes is not None and distances is not None:
+            slopes = self.slopes.float().view(1, scores.shape[1], 1, -1, 1)
+            scores.add_(slopes * distances[:, None, :, None].float())
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +234,7 @@ def _attend_tile(query: Tensor, kv: KVBlocks, tile: Tile, options: AttentionOpti
         # [requests, kv_heads, queries, groups, chunk]; padding rows stay as they are
         view = scores.view(num_requests, num_kv_heads, num_rows + padding, chunk)[:, :, :num_rows]
         view = torch.unflatten(view, 2, (num_queries, num_groups))
-        options.score.apply(view, None if options.slopes is None else _distances(tile, start, chunk))
+        options.modify(view, None if options.slopes is None else _distances(tile, start, chunk))
         if hidden is not None:
             view.masked_fill_(hidden[:, None, :, None, :], -torch.inf)
 

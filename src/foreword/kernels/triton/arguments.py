@@ -54,7 +54,7 @@ class LayerArguments:
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Positional: query, keys, values, and slopes in units of log 2 (any tensor if the layer has no slopes)."""
-        slopes = self.options.score.slopes
+        slopes = self.options.slopes
         slopes = self.query if slopes is None else slopes.float() * LOG2_E
         return self.query, self.blocks.keys, self.blocks.values, slopes
 
@@ -65,7 +65,7 @@ class LayerArguments:
         Scores are in units of log 2, so that weights are powers of 2. With a soft-cap the cap is in those units, and
         scores are divided by the cap first.
         """
-        scale, cap = self.options.score.scale, self.options.score.cap
+        scale, cap = self.options.scale, self.options.softcap
         factors = (scale * LOG2_E, 0.0) if cap is None else (scale / cap, cap * LOG2_E)
         strides = self.blocks.keys.stride()[:3], self.blocks.values.stride()[:3]
         return (*self.query.stride()[:2], *strides[0], *strides[1], *factors)
@@ -79,8 +79,8 @@ class LayerArguments:
             "KEY_DIM": self.key_dim,
             "VALUE_DIM": self.value_dim,
             "BLOCK_SIZE": self.blocks.block_size,
-            "HAS_CAP": self.options.score.cap is not None,
-            "HAS_SLOPES": self.options.score.slopes is not None,
+            "HAS_CAP": self.options.softcap is not None,
+            "HAS_SLOPES": self.options.slopes is not None,
             **self.merge_constants,
         }
 

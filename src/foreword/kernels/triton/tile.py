@@ -66,7 +66,7 @@ def capped(scores, cap):
 
 @triton.jit
 def modified(products, factor, cap, slope, distance, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr):
-    """Scores [ROWS, TOKENS] in units of log 2: the step that `reference.ScoreModifier` describes.
+    """Scores [ROWS, TOKENS] in units of log 2: the step that `AttentionOptions.modify` describes.
 
     `slope` [ROWS]; `distance` [ROWS, TOKENS]: positions of keys minus positions of queries.
     """
