@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -109,26 +109,9 @@ def choose_kernel(
     return ReferenceAttention()
 
 
-class BlockKernels(Protocol):
-    """Compiled ways to write KV and copy blocks in one pool's memory."""
-
-    def write(self, blocks: KVBlocks, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [tokens, kv_heads, dim] at slots [tokens] of one layer's blocks."""
-
-    def copy(self, copies: Tensor) -> None:
-        """Copy whole blocks, [copies, (source, target)], all sources read before any target is written."""
-
-
 def writes_with_triton(device: torch.device) -> bool:
     """Whether KV on a device is written and copied by Triton's kernels."""
     return device.type == "cuda" and _why_not_triton(device) is None
-
-
-def make_block_kernels(pages: Sequence[Tensor]) -> BlockKernels:
-    """Triton's kernels for these tensors of pages [blocks, bytes], which must not move later."""
-    from foreword.kernels.triton.blocks import TritonBlocks
-
-    return TritonBlocks(pages)
 
 
 def _why_not_cpu(device: torch.device) -> str | None:

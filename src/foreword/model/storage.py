@@ -6,6 +6,7 @@ slot = block id * block_size + offset in the block        (the place of a token;
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,11 @@ from foreword.cache import BlockIds, MambaSpec
 from foreword.errors import ConfigError
 from foreword.kernels.kv_format import KVBlocks
 from foreword.kernels.runtime import huge_pages
-from foreword.kernels.select import BlockKernels, make_block_kernels, writes_with_triton
+from foreword.kernels.select import writes_with_triton
 from foreword.model.layout import CacheLayout, GroupLayout
+
+if TYPE_CHECKING:
+    from foreword.kernels.triton.blocks import TritonBlocks
 
 MAX_SLOTS = 2**31 - 1
 """Slots are 32-bit numbers."""
@@ -52,10 +56,12 @@ class KVStorage:
 
         self._slots = [(pages(layout.key_page_bytes), pages(layout.value_page_bytes)) for _ in range(layout.num_slots)]
         self._pages = [*(pages for slot in self._slots for pages in slot), pages(layout.state_page_bytes)]
-        self._kernels: BlockKernels | None = None
+        self._kernels: TritonBlocks | None = None
         """The kernels that write and copy blocks; None: plain torch does it."""
         if writes_with_triton(device) if compiled is None else compiled:
-            self._kernels = make_block_kernels(self._pages)
+            from foreword.kernels.triton.blocks import TritonBlocks
+
+            self._kernels = TritonBlocks(self._pages)
         self.blocks: dict[int, KVBlocks] = {}
         """Attention layer -> its keys and values in `num_blocks` + 1 blocks."""
         self.group_of: dict[int, int] = {}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from foreword.kernels.kv_format import KVBlocks
-from foreword.kernels.triton.blocks import BlockCopier, write_slots
+from foreword.kernels.triton.blocks import TritonBlocks, write_slots
 
 LENIENT = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -38,7 +38,7 @@ def test_whole_blocks_are_copied_in_every_tensor(
     for tensor, before in zip(expected, pages, strict=True):
         for source, target in copies.tolist():
             tensor[target] = before[source]
-    BlockCopier(pages).copy(copies)
+    TritonBlocks(pages).copy(copies)
     assert all(torch.equal(tensor, other) for tensor, other in zip(pages, expected, strict=True))
 
 

@@ -26,7 +26,6 @@ import bisect
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
-from typing import Protocol
 
 from foreword.batch import Entries
 from foreword.cache import BlockHash, GroupLedger, KVCacheManager
@@ -41,19 +40,12 @@ MAX_STALE = 4
 """The most entries of a lane's heap for each waiting request; with more entries, the heaps are rebuilt."""
 
 
-class FamilyLane(Protocol):
-    """Requests among which the order of service is decided."""
-
-    def note(self, family: Family) -> None:
-        """Note a family of this lane that is new, or whose oldest member or beginning has changed."""
-
-
 class Family:
     """Requests of a lane with the same cached beginning and the same next block."""
 
     __slots__ = ("_by_age", "lane", "members", "name", "num_cached", "oldest", "passed_in", "version")
 
-    def __init__(self, lane: FamilyLane, name: Name, num_cached: int, oldest: Request) -> None:
+    def __init__(self, lane: Lane, name: Name, num_cached: int, oldest: Request) -> None:
         self.lane = lane
         self.name = name
         self.num_cached = num_cached
@@ -97,7 +89,7 @@ class WaitingPrefixes:
         self._family_of: dict[Request, Family] = {}
         self._keys: dict[Request, Sequence[BlockHash]] = {}
         """The keys of each prompt's blocks; empty if the prompt must not be looked up."""
-        self._families: dict[tuple[FamilyLane, Name], Family] = {}
+        self._families: dict[tuple[Lane, Name], Family] = {}
         self._by_missing: dict[BlockHash, dict[Family, None]] = {}
         """First missing block -> families."""
         self._by_last: dict[BlockHash, dict[Family, None]] = {}
@@ -109,7 +101,7 @@ class WaitingPrefixes:
     def __len__(self) -> int:
         return len(self._family_of)
 
-    def add(self, request: Request, lane: FamilyLane) -> None:
+    def add(self, request: Request, lane: Lane) -> None:
         keys = self._keys[request] = () if request.skips_cache else self._ledger.keys_of(request.sequence)
         self._put(request, lane, self._num_cached(keys, 0, len(keys)))
 
@@ -189,7 +181,7 @@ class WaitingPrefixes:
         for request in family.members:
             self._put(request, family.lane, num_cached)
 
-    def _put(self, request: Request, lane: FamilyLane, num_cached: int) -> None:
+    def _put(self, request: Request, lane: Lane, num_cached: int) -> None:
         name = self._name(request, num_cached)
         family = self._families.get((lane, name))
         if family is None:

@@ -111,8 +111,8 @@ def write_slots(blocks: KVBlocks, slots: Tensor, keys: Tensor, values: Tensor) -
         )
 
 
-class BlockCopier:
-    """Copies blocks in all tensors of pages by two launches: to staging memory, and from there.
+class TritonBlocks:
+    """Writes KV, and copies blocks in all tensors of pages by two launches: to staging memory, and from there.
 
     A block may be a source and, if it is given away in the same step, a target. Staging lets all sources be read first.
     """
@@ -128,6 +128,8 @@ class BlockCopier:
         self._longest, self._all_words = max(lengths), sum(lengths)
         addresses = [tensor.data_ptr() for tensor in self._pages]
         self._table = torch.tensor([addresses, lengths, starts], device=self._pages[0].device)
+
+    write = staticmethod(write_slots)
 
     def copy(self, copies: Tensor) -> None:
         """Copy blocks, [copies, (source, target)] on the device, all sources read before any target is written."""
@@ -147,19 +149,3 @@ class BlockCopier:
                     OUT=out,
                     num_warps=4,
                 )
-
-
-class TritonBlocks:
-    """Writes and copies for one pool: `select.BlockKernels`."""
-
-    def __init__(self, pages: Sequence[Tensor]) -> None:
-        """`pages`: see `BlockCopier`."""
-        self._copier = BlockCopier(pages)
-
-    def write(self, blocks: KVBlocks, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See `write_slots`."""
-        write_slots(blocks, slots, keys, values)
-
-    def copy(self, copies: Tensor) -> None:
-        """See `BlockCopier.copy`."""
-        self._copier.copy(copies)
