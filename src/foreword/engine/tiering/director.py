@@ -20,7 +20,7 @@ from foreword.cache import BlockHash, KVCacheManager, MissReason, PrefixHit, Tok
 from foreword.engine.tiering.apart import PayloadsApart
 from foreword.engine.tiering.block_memory import BlockMemory, UnknownMemory
 from foreword.engine.tiering.loads import LoadCounts, Loads, StepCost
-from foreword.engine.tiering.offers import DroppedKeys, Offers, StoreCounts
+from foreword.engine.tiering.offers import Offers, StoreCounts
 from foreword.engine.tiering.prefix_files import PrefixFiles
 from foreword.engine.tiering.stores import Stores
 from foreword.request import Request
@@ -67,34 +67,6 @@ class OtherIdentity:
         names = BlockKeys(self.namespace, group_ids, np.tile(block_keys.keys, (MOST_GROUPS, 1)))
         ticket = self.tier.probe(names)
         return ticket.done and bool((ticket.report.outcomes == Outcome.PRESENT).any())
-
-
-class BelowThePool:
-    """Answers explanations; see `foreword.cache.explain.Below`."""
-
-    def __init__(
-        self, loads: Loads, dropped: DroppedKeys, manager: KVCacheManager, others: Sequence[OtherIdentity]
-    ) -> None:
-        self._loads, self._dropped, self._manager, self._others = loads, dropped, manager, others
-
-    def why_missed(self, sequence: TokenSequence, num_tokens: int, *, was_here: bool) -> MissReason | None:
-        """Say why the pool lacks the sequence's block after `num_tokens` tokens; None: no reason is known here."""
-        keys, number = sequence.block_hashes(), num_tokens // sequence.block_size
-        if number >= len(keys):
-            return None
-        if self._loads.is_loading(sequence, keys[number]):
-            return MissReason.LOADING
-        if self._loads.can_load(sequence, num_tokens):
-            return MissReason.IN_TIER
-        by_group = zip(self._manager.groups, self._manager.keys_by_group(sequence), strict=True)
-        next_keys = [
-            keys[num_tokens // spec.block_size] for spec, keys in by_group if num_tokens // spec.block_size < len(keys)
-        ]
-        if any(key in self._dropped for key in next_keys):
-            return MissReason.DROPPED_BY_ADMISSION
-        if was_here:
-            return None
-        return next((other.reason for other in self._others if other.has_more(sequence, num_tokens)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +116,9 @@ class TierDirector:
         self._stores = Stores(
             self._tiers, memory, manager, namespace, self._offers, max_bytes_per_day=max_bytes_per_day
         )
+        self._others = others
         if tiers:
-            manager.below = BelowThePool(self._loads, self._offers.dropped, manager, others)
+            manager.below = self
         self.prefix_files = PrefixFiles(self._tiers, memory, manager, namespace)
         self._namespace = namespace
         self._num_planned = self._num_settled = 0
@@ -253,6 +226,25 @@ class TierDirector:
         self._loads.cancel_all()
         self._stores.cancel()
         return held
+
+    def why_missed(self, sequence: TokenSequence, num_tokens: int, *, was_here: bool) -> MissReason | None:
+        """Answer for `foreword.cache.explain.Below`; None: no reason is known here."""
+        keys, number = sequence.block_hashes(), num_tokens // sequence.block_size
+        if number >= len(keys):
+            return None
+        if self._loads.is_loading(sequence, keys[number]):
+            return MissReason.LOADING
+        if self._loads.can_load(sequence, num_tokens):
+            return MissReason.IN_TIER
+        by_group = zip(self._manager.groups, self._manager.keys_by_group(sequence), strict=True)
+        next_keys = [
+            keys[num_tokens // spec.block_size] for spec, keys in by_group if num_tokens // spec.block_size < len(keys)
+        ]
+        if any(key in self._offers.dropped for key in next_keys):
+            return MissReason.DROPPED_BY_ADMISSION
+        if was_here:
+            return None
+        return next((other.reason for other in self._others if other.has_more(sequence, num_tokens)), None)
 
     # --------------------------------------------------------------------- end
 
