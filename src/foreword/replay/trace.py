@@ -133,7 +133,6 @@ class TraceReader:
         tokenizer: PromptEncoder | None = None,
         strict: bool = False,
         max_requests: int | None = None,
-        on_progress: Callable[[int], None] | None = None,
     ) -> None:
         if block_tokens is not None and not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
             raise ConfigError(f"block_tokens={block_tokens} is no size of a block; use 1 to {MAX_BLOCK_TOKENS}")
@@ -141,7 +140,7 @@ class TraceReader:
             raise ConfigError(f"max_requests={max_requests} is too small; use at least 1")
         self.file = file
         self.strict = strict
-        self.on_progress = on_progress
+        self.on_progress: Callable[[int], None] | None = None
         self._parser = LineParser(block_tokens, tokenizer)
         self._max_requests = max_requests
         self.num_requests = 0

@@ -31,21 +31,9 @@ class LayerArguments:
     options: AttentionOptions
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.blocks.num_kv_heads
-
-    @property
     def num_groups(self) -> int:
         """Query heads per KV head."""
-        return self.query.shape[1] // self.num_kv_heads
-
-    @property
-    def key_dim(self) -> int:
-        return self.blocks.key_dim
-
-    @property
-    def value_dim(self) -> int:
-        return self.blocks.value_dim
+        return self.query.shape[1] // self.blocks.num_kv_heads
 
     @property
     def has_sinks(self) -> bool:
@@ -74,10 +62,10 @@ class LayerArguments:
     def constants(self) -> dict[str, int]:
         """The layer's shape, by name."""
         return {
-            "NUM_KV_HEADS": self.num_kv_heads,
+            "NUM_KV_HEADS": self.blocks.num_kv_heads,
             "GROUPS": self.num_groups,
-            "KEY_DIM": self.key_dim,
-            "VALUE_DIM": self.value_dim,
+            "KEY_DIM": self.blocks.key_dim,
+            "VALUE_DIM": self.blocks.value_dim,
             "BLOCK_SIZE": self.blocks.block_size,
             "HAS_CAP": self.options.softcap is not None,
             "HAS_SLOPES": self.options.slopes is not None,
@@ -88,9 +76,9 @@ class LayerArguments:
     def merge_constants(self) -> dict[str, int]:
         """The sizes for the merge of partial results, by name."""
         return {
-            "NUM_KV_HEADS": self.num_kv_heads,
+            "NUM_KV_HEADS": self.blocks.num_kv_heads,
             "GROUPS": self.num_groups,
-            "VALUE_DIM": self.value_dim,
+            "VALUE_DIM": self.blocks.value_dim,
             "WINDOW": self.options.sliding_window or 0,
             "LOCAL_CHUNK": self.options.local_chunk or 0,
             "WIDEN": bool(triton.knobs.runtime.interpret),

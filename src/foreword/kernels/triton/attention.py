@@ -95,7 +95,7 @@ class TritonAttention:
             output[plan.shape.num_tokens :] = 0
         sinks = output if options.sinks is None else options.sinks.float() * LOG2_E
         layer = LayerArguments(rows, blocks, options)
-        self._tile_queries = max(1, decode_sizes(dtype, layer.key_dim, value_dim).rows // layer.num_groups)
+        self._tile_queries = max(1, decode_sizes(dtype, layer.blocks.key_dim, value_dim).rows // layer.num_groups)
         with on_device(rows.device):
             if plan.shape.num_folds:
                 self._prefill(layer, plan, output, sinks)
@@ -104,9 +104,9 @@ class TritonAttention:
         return output.to(query.dtype)
 
     def _prefill(self, layer: LayerArguments, plan: TritonPlan, output: Tensor, sinks: Tensor) -> None:
-        sizes = prefill_sizes(output.dtype, layer.key_dim, layer.value_dim)
+        sizes = prefill_sizes(output.dtype, layer.blocks.key_dim, layer.blocks.value_dim)
         row_tiles = triton.cdiv(FOLD_QUERIES * layer.num_groups, sizes.rows)
-        num_programs = plan.shape.num_folds * layer.num_kv_heads * sizes.value_parts * row_tiles
+        num_programs = plan.shape.num_folds * layer.blocks.num_kv_heads * sizes.value_parts * row_tiles
         attend_folds[(num_programs,)](
             output,
             *layer.tensors,
@@ -121,11 +121,11 @@ class TritonAttention:
         )
 
     def _decode(self, layer: LayerArguments, plan: TritonPlan, output: Tensor, sinks: Tensor) -> None:
-        sizes = decode_sizes(output.dtype, layer.key_dim, layer.value_dim)
-        num_partials = plan.shape.num_slots * layer.num_groups * layer.num_kv_heads
-        partials = output.new_empty(num_partials * (layer.value_dim + 2), dtype=torch.float32)
-        mixtures, stats = partials.split_with_sizes([num_partials * layer.value_dim, num_partials * 2])
-        num_programs = min(self._programs(output.device), plan.shape.num_items * layer.num_kv_heads)
+        sizes = decode_sizes(output.dtype, layer.blocks.key_dim, layer.blocks.value_dim)
+        num_partials = plan.shape.num_slots * layer.num_groups * layer.blocks.num_kv_heads
+        partials = output.new_empty(num_partials * (layer.blocks.value_dim + 2), dtype=torch.float32)
+        mixtures, stats = partials.split_with_sizes([num_partials * layer.blocks.value_dim, num_partials * 2])
+        num_programs = min(self._programs(output.device), plan.shape.num_items * layer.blocks.num_kv_heads)
         attend_items[(num_programs,)](
             stats,
             mixtures,
@@ -135,7 +135,7 @@ class TritonAttention:
             **layer.constants,
             **tile_constants(sizes),
         )
-        merge_chunks[(plan.shape.num_queries * layer.num_kv_heads,)](
+        merge_chunks[(plan.shape.num_queries * layer.blocks.num_kv_heads,)](
             output,
             stats,
             mixtures,
