@@ -42,17 +42,7 @@ SATURATED = 0.95
 DEFAULT_CAPACITIES = "1000,3000,10000,30000,100000"
 DEFAULT_METHODS = "none,first-16,deviation-0.15"
 DEFAULT_TOKENS = "50000,200000,1000000"
-NOT_FOR_CHUNKS = (
-    "tier",
-    "flops",
-    "sample",
-    "picture",
-    "policy",
-    "block_tokens",
-    "tokenizer",
-    "kv_cache_dtype",
-    "prefill_rate",
-)
+NOT_FOR_CHUNKS = "tier flops sample picture policy block_tokens tokenizer kv_cache_dtype prefill_rate".split()
 """Options of `foreword replay` that need blocks, so a trace of chunks refuses them."""
 
 

@@ -35,7 +35,7 @@ class BlockMemory(Protocol):
         """
 
 
-class UnknownMemory(BlockMemory):
+class UnknownMemory:
     """The memory of an engine that was not told where its blocks' bytes are. Raises ConfigError when it is asked."""
 
     def payload_bytes(self, group_id: int) -> int:
@@ -43,6 +43,12 @@ class UnknownMemory(BlockMemory):
             f"this engine does not know the bytes of group {group_id}'s blocks, so it exports, imports and loads none; "
             "give Engine a TierDirector with the memory of its pool"
         )
+
+    def write(self, group_id: int, block_id: int, payload: memoryview) -> None:
+        self.payload_bytes(group_id)
+
+    def read(self, group_id: int, block_id: int, out: memoryview) -> None:
+        self.payload_bytes(group_id)
 
     def provide(self, block_ids: BlockIds) -> Iterator[None]:
         return iter(())
