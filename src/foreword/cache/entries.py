@@ -92,7 +92,6 @@ class EntryKeeper:
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether its eviction policy can keep prefixes."""
         return self._pins is not None
 
     @property

@@ -325,7 +325,6 @@ class PayloadCache(Generic[Payload]):
 
 
 def _remove(path: Path) -> None:
-    """Remove a payload's file; log a warning if that fails."""
     try:
         path.unlink(missing_ok=True)
     except OSError:

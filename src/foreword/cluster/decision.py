@@ -175,12 +175,10 @@ class Decision:
 
     @property
     def replica(self) -> str:
-        """The chosen replica's name."""
         return self.reservation.replica
 
     @property
     def reason(self) -> Reason:
-        """The reason of the choice."""
         if self.degraded:
             return Reason.HASHED
         sources, usable = self.fleet.sources, self.fleet.usable
@@ -260,7 +258,6 @@ class Explanation:
 
     @classmethod
     def of_decision(cls, decision: Decision, delivered_tokens: int | None = None) -> Explanation:
-        """Explain a decision."""
         return cls(
             decision.reservation,
             decision.reason,
@@ -274,7 +271,6 @@ class Explanation:
 
     @property
     def chosen(self) -> Candidate:
-        """The chosen replica."""
         return next(each for each in self.candidates if each.chosen)
 
     def as_dict(self) -> dict[str, Any]:

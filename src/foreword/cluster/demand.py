@@ -152,7 +152,6 @@ class Demand:
                 each.conversations -= gone
 
     def check_integrity(self) -> None:
-        """Compare the sums with the tree."""
         blocks, nodes = 0, [self._root]
         while nodes:
             node = nodes.pop()

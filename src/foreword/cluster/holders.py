@@ -68,7 +68,6 @@ class HolderIndex:
                 self._holders.pop(key, None)
 
     def holds(self, key: Key, slot: int) -> bool:
-        """Whether the slot's replica holds this block."""
         return bool(self._holders.get(key, 0) >> slot & 1)
 
     def depths(self, keys: list[Key], among: int, num_slots: int, closed: bool = False) -> Int64Array:

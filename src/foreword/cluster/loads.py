@@ -56,7 +56,6 @@ class Rates:
         self._is_pooled: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 
     def grow(self) -> None:
-        """Add a slot in no use."""
         self.tokens_per_s = np.append(self.tokens_per_s, 1.0)
         self._measured, self._trust = np.append(self._measured, 0.0), np.append(self._trust, 0.0)
         self._is_pooled = np.append(self._is_pooled, False)
@@ -68,7 +67,6 @@ class Rates:
         self._share()
 
     def leave(self, slot: int) -> None:
-        """Forget the measurements of a replica that is gone."""
         self._is_pooled[slot], self._trust[slot] = False, 0.0
 
     def note(self, slot: int, measured: float) -> None:
@@ -118,7 +116,6 @@ class SlotTable:
         return len(self.usable)
 
     def grow(self) -> None:
-        """Add a slot in no use."""
         for name in self.__annotations__:
             array = getattr(self, name)
             setattr(self, name, np.append(array, np.zeros(1, array.dtype)))
@@ -205,7 +202,6 @@ class Loads:
         self.table.head_since[slot] = now
 
     def check_integrity(self) -> None:
-        """Compare the sums with the reservations."""
         table = self.table
         for slot in range(len(table)):
             mine = {reservation: work for reservation, work in self.open.items() if work.slot == slot}

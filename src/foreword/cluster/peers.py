@@ -95,7 +95,6 @@ class Outbox:
         self.next_number += 1
 
     def take(self) -> list[LoadUpdate]:
-        """Return the updates since the last call."""
         updates, self._updates = self._updates, []
         return updates
 

@@ -31,7 +31,6 @@ class HashRing:
         self._points = sorted(self._points + points)
 
     def remove(self, slot: int) -> None:
-        """Remove the slot's replica."""
         self._points = [point for point in self._points if point[1] != slot]
 
     def find(self, key: object, usable: npt.NDArray[np.bool_], num_open: Int64Array, slack: float) -> int:

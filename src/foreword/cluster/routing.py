@@ -156,7 +156,6 @@ class RoutingCore:
         return slot
 
     def loads(self) -> dict[str, ReplicaLoad]:
-        """The load of each replica, by name."""
         table = self._loads.table
         return {
             name: ReplicaLoad(
@@ -351,7 +350,6 @@ class RoutingCore:
         self._expire(now)
 
     def total_counts(self) -> RoutingCounts:
-        """The sum of the counts of all reasons."""
         return RoutingCounts(*map(sum, zip(*map(astuple, self.counts.values()), strict=True)))
 
     def release(self, reservation: Reservation, now: float) -> bool:
@@ -369,7 +367,6 @@ class RoutingCore:
         return True
 
     def _expire(self, now: float) -> None:
-        """End the expectations whose time is over."""
         while self._expectations and self._expectations[0][0] <= now:
             _, expected = self._expectations.popleft()
             expected.mirror.unclaim(expected.claim)
@@ -419,7 +416,6 @@ class RoutingCore:
             self._apply(update, now)
 
     def forget_router(self, router: str, now: float) -> None:
-        """End all reservations of a router that has ended."""
         self._peers.pop(router, None)
         self._release_all(router, now)
 

@@ -44,7 +44,6 @@ class CoreFeed:
         self._tasks[name] = asyncio.create_task(self._follow(name, events, snapshots), name=f"events of {name}")
 
     def leave(self, name: str) -> None:
-        """Stop following a replica."""
         if (task := self._tasks.pop(name, None)) is not None:
             task.cancel()
 

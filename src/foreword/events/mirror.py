@@ -62,14 +62,12 @@ class Mirror:
         return True
 
     def clear(self) -> None:
-        """Forget all blocks."""
         self.blocks.clear()
         self.children.clear()
         self.num_blocks.clear()
         self.num_tokens = 0
 
     def store(self, event: BlockStored) -> None:
-        """Add consecutive blocks."""
         parent, size = event.parent_block_hash, event.block_size
         whole = len(event.token_ids) == size * len(event.block_hashes)
         for at, key in enumerate(event.block_hashes):

@@ -54,7 +54,6 @@ class PeerLink:
         """Messages that could not be read."""
 
     def start(self) -> None:
-        """Begin to publish and to listen."""
         for work in (self._publish(), self._listen(), self._meet()):
             self._tasks.append(asyncio.create_task(work))
 

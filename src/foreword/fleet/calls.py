@@ -85,7 +85,6 @@ class Calls:
             task.cancel()
 
     def stop(self) -> None:
-        """Stop running missed changes."""
         for name in list(self._making_up):
             self.leave(name)
 

@@ -47,7 +47,6 @@ class EngineFacts:
 
     @classmethod
     def of(cls, llm: LLM) -> EngineFacts:
-        """The facts of a loaded model."""
         engine, encoded = llm.engine, llm.encoded_pictures
         pictures = None if encoded is None else encoded.without_weights()
         decoder = None if llm.adapters is None else llm.adapters.spec

@@ -86,11 +86,9 @@ class Refused:
 
     @classmethod
     def of(cls, error: APIError) -> Refused:
-        """Take the fields of an error."""
         return cls(error.status, str(error), error.kind, error.param, error.code)
 
     def error(self) -> APIError:
-        """Make the error again."""
         return APIError(self.status, self.message, kind=self.kind, param=self.param, code=self.code)
 
 
@@ -139,7 +137,6 @@ class Codec:
         self._llm, self._lock = llm, threading.Lock()
 
     def encode(self, submission: Submission) -> bytes:
-        """The bytes of a submission."""
         file = io.BytesIO()
         now = self._llm.engine.clock()
         _Pickler(file).dump(replace(submission, prompt=_moved(submission.prompt, -now)))

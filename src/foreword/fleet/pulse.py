@@ -38,7 +38,6 @@ class Pulse:
         """For each replica, the time limits of the requests that wait for it."""
 
     def follow(self, name: str) -> None:
-        """Begin to watch a replica."""
         self._tasks[name] = asyncio.create_task(self._follow(name))
 
     def leave(self, name: str) -> None:
@@ -47,7 +46,6 @@ class Pulse:
         self.still.pop(name, None)
 
     def stop(self) -> None:
-        """Stop watching all replicas."""
         for task in self._tasks.values():
             task.cancel()
 

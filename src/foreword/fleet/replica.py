@@ -51,7 +51,6 @@ class Replica:
         self._thread = EngineThread(llm.engine, self._records)
 
     def start(self) -> None:
-        """Start the engine's thread."""
         self._thread.start()
 
     async def stop(self) -> None:

@@ -99,7 +99,6 @@ class HotPrefixes:
         return chosen
 
     def _faded(self, prefix: HotPrefix) -> float:
-        """The weight of its uses now."""
         weight: float = prefix.weight * 0.5 ** ((self._num_notes - prefix.last) / HALF_LIFE)
         return weight
 
@@ -115,7 +114,6 @@ class Warmth:
         """The tasks of new replicas that compute hot prefixes before they take requests."""
 
     def note(self, prompt: Prompt, keys: list[Key], num_cached_tokens: int) -> None:
-        """Note that a request found the first `num_cached_tokens` of its prompt."""
         self._hot.note(prompt, keys, num_cached_tokens)
 
     def for_new_replica(self, spec: ReplicaSpec) -> list[HotPrefix]:
@@ -149,7 +147,6 @@ class Warmth:
         return name in self._warming
 
     def leave(self, name: str) -> None:
-        """Forget a replica that has left."""
         if (task := self._warming.pop(name, None)) is not None:
             task.cancel()
 
@@ -163,7 +160,6 @@ class Warmth:
             task.cancel()
 
     def stop(self) -> None:
-        """Stop computing prefixes."""
         for task in self._tasks:
             task.cancel()
 

@@ -38,7 +38,6 @@ class LoadRate:
         return LATENCY_S + num_bytes / rate
 
     def measure(self, num_bytes: int, seconds: float) -> None:
-        """Note a load that has ended."""
         if num_bytes >= RATE_MIN_BYTES and seconds > 0:
             rate, old = num_bytes / seconds, self.bytes_per_s
             self.bytes_per_s = RATE_MEMORY * old + (1 - RATE_MEMORY) * rate if old else rate

@@ -257,7 +257,6 @@ class PrefixFile:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks of all groups."""
         return sum(len(header.entries) for header in self.runs)
 
     def read(self, header: RunHeader, index: int, out: memoryview) -> None:

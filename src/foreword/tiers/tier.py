@@ -285,21 +285,17 @@ class TierCounts:
     stats_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, **amounts: int) -> None:
-        """Add to counts of `stats`."""
         with self.stats_lock:
             for name, amount in amounts.items():
                 setattr(self.stats, name, getattr(self.stats, name) + amount)
 
     def count_load(self, outcomes: npt.NDArray[np.uint8]) -> None:
-        """Count the blocks that a load did not give."""
         self._count_rest(self.stats.not_loaded, outcomes)
 
     def count_store(self, outcomes: npt.NDArray[np.uint8]) -> None:
-        """Count the blocks that a store dropped."""
         self._count_rest(self.stats.not_stored, outcomes)
 
     def copy_of_stats(self) -> TierStats:
-        """The counts as they are now."""
         with self.stats_lock:
             stats = self.stats
             return replace(stats, not_loaded=dict(stats.not_loaded), not_stored=dict(stats.not_stored))

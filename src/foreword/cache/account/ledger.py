@@ -246,11 +246,9 @@ class GroupLedger:
         return sum(1 for _ in takewhile(lambda ghost: ghost and ghost.cause is EvictionCause.REUSED, ghosts))
 
     def num_under_salt(self, prefix: str) -> int:
-        """The number of findable keys under salts that start with `prefix`."""
         return sum(count for salt, count in self._num_salted.items() if salt is not None and salt.startswith(prefix))
 
     def under_salt(self, prefix: str, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Whether each of these blocks is findable only under a salt that starts with `prefix`."""
         variants = map(self._variant_of.get, self._keys[block_ids].tolist())
         return np.array([v is not None and (v[1].salt or "").startswith(prefix) for v in variants], np.bool_)
 
@@ -259,7 +257,6 @@ class GroupLedger:
         return np.array([block_id for block_id, key in enumerate(self._keys.tolist()) if key is not None], np.int32)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the account contradicts itself."""
         recorded = Counter(key for key in self._keys.tolist() if key is not None)
         assert recorded == self._num_copies, "the ledger miscounts a key"
         assert not self._ghosts.keys() & self._num_copies.keys(), "a findable key is among the ghosts"
@@ -339,7 +336,6 @@ class TailAccount:
         return len(self._held)
 
     def block_ids(self) -> set[int]:
-        """The blocks that hold tails."""
         return set(self._held)
 
     def stored(self, sequence: TokenSequence, num_tokens: int, block_id: int) -> None:
@@ -378,23 +374,19 @@ class TailAccount:
         return eviction
 
     def num_under_salt(self, prefix: str) -> int:
-        """The number of tails under salts that start with `prefix`."""
         return sum(1 for tail in self._held.values() if tail.salt is not None and tail.salt.startswith(prefix))
 
     def under_salt(self, prefix: str, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Whether each of these blocks holds a tail under a salt that starts with `prefix`."""
         tails = map(self._held.get, block_ids.tolist())
         salts = [None if tail is None else tail.salt for tail in tails]
         return np.array([salt is not None and salt.startswith(prefix) for salt in salts], np.bool_)
 
     def cleared(self) -> None:
-        """Record that everything was forgotten on request."""
         self._held.clear()
         self._evicted.clear()
         self._evicted_at.clear()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the account contradicts itself."""
         listed = [tail for there in self._evicted_at.values() for tail in there]
         assert set(listed) == set(self._evicted), "an evicted tail is not listed at its place"
         assert all(self._evicted_at.values()), "a place without evicted tails was left behind"
@@ -409,7 +401,6 @@ class TailAccount:
 
 
 def _place(sequence: TokenSequence, number: int) -> Place:
-    """The place of the sequence's block `number`."""
     size = sequence.block_size
     before = sequence.block_hashes()[number - 1] if number else sequence.root
     return before, sequence.extra_keys.of_block(number * size, (number + 1) * size)
@@ -483,7 +474,6 @@ class CacheLedger:
         return block_ids[np.logical_or.reduce([*masks, self.tails.under_salt(prefix, block_ids)])]
 
     def cleared(self) -> None:
-        """Record that everything was forgotten on request. No ghosts are left."""
         for group in self.groups:
             group.cleared()
         self.tails.cleared()

@@ -63,7 +63,6 @@ class SessionBlocks:
         return number
 
     def close_row(self, row: int) -> None:
-        """Note that a row holds nothing any more."""
         self._of_row.pop(row, None)
 
     def end(self, request_id: str) -> int | None:
@@ -86,7 +85,6 @@ class SessionBlocks:
         self._depth[block_ids] = depths
 
     def note_forgotten(self, block_ids: BlockIds) -> None:
-        """Note that no lookup finds the content of these blocks any more."""
         self._user[block_ids] = NOTHING
 
     def note_use(self, row: int, block_ids: BlockIds) -> None:

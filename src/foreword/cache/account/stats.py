@@ -56,11 +56,9 @@ class PrefixCacheStats:
             setattr(self, kind + name, getattr(self, kind + name) + count)
 
     def __add__(self, other: PrefixCacheStats) -> PrefixCacheStats:
-        """The totals of both."""
         return type(self)(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def __sub__(self, earlier: PrefixCacheStats) -> PrefixCacheStats:
-        """The counts after `earlier`."""
         return type(self)(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
 
     def meanings(self) -> dict[str, str]:

@@ -171,19 +171,15 @@ class PrefixCachingBlockAllocator:
         self._evictor.note_accessed(np.fromiter(block_ids, np.int32), now)
 
     def mark_blocks_as_computed(self, block_ids: Iterable[int]) -> None:
-        """Note that the KV of these blocks has been computed."""
         self._computed.update(block_ids)
 
     def is_computed(self, block_id: int) -> bool:
-        """Whether the KV of a block has been computed."""
         return block_id in self._computed
 
     def is_active(self, block_id: int) -> bool:
-        """Whether somebody holds a block."""
         return self._pool.ref_count(block_id) > 0
 
     def last_accessed(self, block_id: int) -> float:
-        """The last time at which a block was used."""
         return self._evictor.last_accessed(block_id)
 
     def get_num_free_blocks(self) -> int:

@@ -71,7 +71,6 @@ class BlockPool:
 
     @property
     def num_given_up(self) -> int:
-        """The number of free blocks that were given up."""
         return len(self._given_up.free)
 
     def get_usage(self) -> float:
@@ -84,7 +83,6 @@ class BlockPool:
         return self._free.num_empty
 
     def count_free(self, block_ids: BlockIds) -> int:
-        """The number of these blocks that are free."""
         return int(np.count_nonzero(self._ref_counts.take(block_ids) == 0))
 
     def count_held_once(self, block_ids: BlockIds) -> int:
@@ -234,11 +232,9 @@ class BlockPool:
     # ------------------------------------------------------------- found by key
 
     def block(self, block_id: int) -> KVCacheBlock:
-        """One block as an object."""
         return KVCacheBlock(self, block_id)
 
     def ref_count(self, block_id: int) -> int:
-        """Number of holders of one block."""
         return int(self._ref_counts[block_id])
 
     def get_cached_block(self, key: BlockHash, group_ids: Iterable[int] = (0,)) -> list[KVCacheBlock] | None:

@@ -33,7 +33,6 @@ class BlockTable:
         return row
 
     def close_row(self, row: int) -> None:
-        """Close a row and forget its entries."""
         self._lengths[row] = 0
         self._free_rows.append(row)
 
@@ -119,7 +118,6 @@ class MultiGroupBlockTable:
         return row
 
     def close_row(self, row: int) -> None:
-        """Close the row in every group."""
         for tables in self.groups:
             tables.close_row(row)
 

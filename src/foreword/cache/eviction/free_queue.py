@@ -54,7 +54,6 @@ class FreeKVCacheBlockQueue:
         return bool(self._place[block_id] != NOT_QUEUED)
 
     def holds(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Whether each of these blocks is in the queue."""
         queued: npt.NDArray[np.bool_] = self._place[block_ids] != NOT_QUEUED
         return queued
 
@@ -124,7 +123,6 @@ class FreeKVCacheBlockQueue:
         return window.compress(self._place.take(window) == np.arange(self._head, self._tail, dtype=np.int32))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if buffer, places and count contradict each other."""
         queued = self.in_order()
         assert len(queued) == self._num_free, "the free queue miscounts itself"
         assert np.array_equal(np.sort(queued), np.flatnonzero(self._place != NOT_QUEUED)), (
@@ -167,7 +165,6 @@ class KeyedBlockQueue:
             heapq.heappush(self._heap, entry)
 
     def remove(self, block_ids: BlockIds) -> None:
-        """Remove blocks from any place in the queue."""
         self._number[block_ids] = NOT_QUEUED
         self._num_queued -= len(block_ids)
 
@@ -184,11 +181,9 @@ class KeyedBlockQueue:
         return block_ids
 
     def in_order(self) -> BlockIds:
-        """All free blocks from head to tail (a copy)."""
         return np.array([block_id for _, _, block_id in sorted(self._alive())], np.int32)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if heap, records and count contradict each other."""
         queued = self.in_order()
         assert len(queued) == self._num_queued, "the keyed queue miscounts itself"
         assert np.array_equal(np.sort(queued), np.flatnonzero(self._number != NOT_QUEUED)), (

@@ -155,7 +155,6 @@ class _History:
                 del entry_of[key]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if keys and uses contradict each other."""
         for key, entry in self._entry_of.items():
             assert self.oldest <= entry < self.num_uses, "a forgotten use is still found by its key"
             assert self._key[entry % len(self._key)] == key, "a key leads to another block's use"
@@ -211,7 +210,6 @@ class _Hazards:
         np.minimum(self.counted_to, now, out=self.counted_to)
 
     def fade(self) -> None:
-        """Halve the weight of all evidence so far."""
         self.reached *= 0.5
         self.hit *= 0.5
 
@@ -254,7 +252,6 @@ class _Hazards:
 
 
 def _size(num_added: int) -> int:
-    """The class of the number of blocks that a request added."""
     return min(1 + int(2 * math.log2(num_added)), NUM_SIZES - 1) if num_added else 0
 
 

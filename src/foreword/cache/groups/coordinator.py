@@ -86,22 +86,18 @@ class KVCacheCoordinator(ABC):
         """Whether the sequence's full block number `block` is cached, given that the blocks before it are."""
         return False
 
-    # ------------------------------------------------- blocks that come from elsewhere, or go there
+    # --------------------- blocks that come from elsewhere, or go there; see the methods of KVCacheManager
 
     def keys_by_group(self, sequence: TokenSequence) -> list[Keys]:
-        """See `KVCacheManager.keys_by_group`."""
         return [[] for _ in self.managers]
 
     def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
-        """See `KVCacheManager.find_hit_with`."""
         return self.nothing.tables
 
     def cached_blocks(self, sequence: TokenSequence) -> list[BlockIds]:
-        """See `KVCacheManager.cached_blocks`."""
         return list(self.nothing.tables)
 
     def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
-        """See `KVCacheManager.adopt`."""
         return False
 
     # ------------------------------------------------------------------- rows' blocks in the index
@@ -209,7 +205,6 @@ class KVCacheCoordinator(ABC):
         return self._num_admission_blocks(hit, num_tokens) + self.pool.count_free(self._needed(hit.tables))
 
     def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """The most blocks that a request of `num_tokens` holds at a time, in steps of at most `max_step_tokens`."""
         return sum(manager.max_num_blocks(num_tokens, max_step_tokens) for manager in self.managers)
 
     def reserve(self) -> None:
@@ -218,7 +213,6 @@ class KVCacheCoordinator(ABC):
             manager.reserve(self.pool)
 
     def held_forever(self) -> BlockIds:
-        """The blocks that `reserve` took."""
         return np.concatenate([manager.held_forever() for manager in self.managers])
 
     def _needed(self, tables: tuple[BlockIds, ...]) -> BlockIds:
@@ -316,7 +310,6 @@ class KVCacheCoordinator(ABC):
         return len(rows)
 
     def _release_each(self, rows: Int64Array, starts: Int64Array) -> None:
-        """Free the blocks that the rows no longer need."""
         parts = [manager.release_each(rows, starts) for manager in self.managers if manager.releases_blocks]
         places = np.concatenate([place for place, _ in parts])
         if not len(places):

@@ -102,7 +102,6 @@ class GroupedHashIndex(_KeysAlone, Generic[Key]):
         self.clear()
 
     def clear(self) -> None:
-        """Forget all blocks."""
         self._maps = [BlockHashToBlockMap[Key]() for _ in range(self._num_groups)]
         self._key_of: list[Key | None] = [None] * self._num_blocks
         self._group_of = bytearray(self._num_blocks)
@@ -157,7 +156,6 @@ class GroupedHashIndex(_KeysAlone, Generic[Key]):
         return self._key_of[block_id]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if maps and blocks contradict each other."""
         listed: dict[int, tuple[int, Key]] = {}
         for group_id, blocks in enumerate(self._maps):
             for key, waiting in blocks.duplicates.items():
@@ -257,7 +255,6 @@ class HashIndex(_KeysAlone):
         return self._blocks.block_ids()
 
     def key_of(self, block_id: int) -> BlockHash | None:
-        """The key under which a block is indexed, or None."""
         key = self._blocks.key_of(block_id)
         return key.key if isinstance(key, VerifiedPrefix) else key
 

@@ -79,7 +79,6 @@ def make_hash_function(name: str) -> HashFunction:
 
 
 def _make_xxhash(name: str, encoding: Literal["packed", "cbor"]) -> HashFunction:
-    """Make a hash function of 128-bit xxh3."""
     try:
         import xxhash
     except ImportError as error:

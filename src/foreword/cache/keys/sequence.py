@@ -127,19 +127,16 @@ class TokenSequence:
         return len(self) // self.block_size
 
     def append(self, token_id: int) -> None:
-        """Add one generated token."""
         self._generated.append(token_id)
         self.shown.append(token_id)
 
     @staticmethod
     def append_each(sequences: list[TokenSequence], token_ids: list[int]) -> None:
-        """Add one generated token to each of these sequences."""
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             sequence._generated.append(token_id)
             sequence.shown.append(token_id)
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Add generated tokens."""
         num_known = len(self._generated)
         self._generated.extend(token_ids)
         self.shown.extend(self._generated[num_known:])

@@ -100,7 +100,6 @@ class SpanNumbers:
         return len(self._first_of) >= self._limit or self._next - num_tokens < LOWEST
 
     def add(self, placed: Iterable[Placed]) -> None:
-        """Give numbers to the stretches that have no numbers."""
         for _, stretch in placed:
             if stretch not in self._first_of:
                 self._give_numbers(stretch)

@@ -99,7 +99,6 @@ class DiskTier:
         self.close(PATIENCE_S)
 
     def lookup(self, keys: BlockKeys) -> BoolArray:
-        """Which blocks are here, [blocks]; see `Tier.lookup`."""
         if self._is_closed:
             return np.zeros(len(keys), bool)
         is_present = self._state.index.contains(keys, self._state.clock.now_s())
@@ -107,7 +106,6 @@ class DiskTier:
         return is_present
 
     def probe(self, keys: BlockKeys, *, deadline_s: float = 0.05, on_done: DoneCallback | None = None) -> Ticket:
-        """Which blocks are here, at once; see `Tier.probe`."""
         ticket = Ticket(len(keys), deadline_s=deadline_s, on_done=on_done)
         if not self._is_closed:
             here = self._state.index.contains(keys, self._state.clock.now_s())
@@ -125,15 +123,12 @@ class DiskTier:
         deadline_s: float,
         on_done: DoneCallback | None = None,
     ) -> Ticket:
-        """Begin to load blocks into `sink`; see `Tier.load`."""
         return self._loader.add(keys, payload_bytes, sink, deadline_s, on_done)
 
     def estimate_load_s(self, num_bytes: int) -> float:
-        """Seconds until a load of that size would end; see `Tier.estimate_load_s`."""
         return self._loader.estimate_s(num_bytes)
 
     def store(self, run: BlockRun, *, on_done: DoneCallback | None = None) -> Ticket:
-        """Begin to store a run; see `Tier.store`."""
         return self._storer.add(run, on_done)
 
     def forget(self, keys: BlockKeys) -> None:
@@ -183,7 +178,6 @@ class DiskTier:
             self._state.directory.close()
 
     def stats(self) -> TierStats:
-        """Return the counts so far; see `Tier.stats`."""
         state, space = self._state, self._storer.space
         stats = state.copy_of_stats()
         stats.num_blocks = len(state.index)
@@ -195,6 +189,5 @@ class DiskTier:
         return stats
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the index agrees with itself; see `Tier.check_integrity`."""
         self._state.index.check_integrity()
         assert min(self._loader.thread.amount, self._storer.thread.amount) >= 0

@@ -328,7 +328,6 @@ class Loader:
                 load.ticket.settle(index, Outcome.DONE)
 
     def _room(self, num_bytes: int) -> memoryview:
-        """Memory for a decrypted payload."""
         if len(self._opened) < num_bytes:
             self._opened = np.empty(num_bytes, np.uint8)
         return self._opened.data

@@ -239,7 +239,6 @@ class SegmentIndex:
             return self._remove(alive[is_over])
 
     def snapshot(self, segments: list[Segment]) -> Snapshot:
-        """A copy of the blocks of some segments."""
         ids = np.array([segment.id for segment in segments], np.uint32)
         order = np.argsort(ids)
         with self._lock:
@@ -317,7 +316,6 @@ class SegmentIndex:
         return len(numbers)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless rows, names and segments agree."""
         with self._lock:
             alive = self._alive()
             assert len(alive) == len(self), f"{len(alive)} rows are alive, {len(self)} are named"

@@ -93,7 +93,6 @@ class RunHeader:
     entries: npt.NDArray[np.void]
 
     def keys(self) -> BlockKeys:
-        """Names of its blocks."""
         return BlockKeys(self.namespace, self.entries["group"], self.entries["key"])
 
     def within(self, num_bytes: int) -> RunHeader:
@@ -349,7 +348,6 @@ class RunBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the run as it is."""
         return self._end - self._first + header_bytes_of(len(self._index_of))
 
     def finish(

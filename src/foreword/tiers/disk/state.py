@@ -50,7 +50,6 @@ class DiskOptions:
     """The least seconds between two snapshots of the index."""
 
     def check(self) -> None:
-        """Raise ConfigError for values out of range."""
         queues = ("max_queued_load_bytes", "max_queued_store_bytes")
         for name in ("budget_bytes", "segment_bytes", "staging_bytes", *queues):
             value = getattr(self, name)

@@ -209,7 +209,6 @@ class SegmentWriter:
         return True
 
     def _write(self, namespace: bytes, created_s: int, expires_s: int) -> tuple[Segment, RunHeader]:
-        """Write the run in the buffer."""
         state = self._state
         segment = self._segment_for(self._buffer.num_bytes)
         offset = segment.num_bytes
@@ -484,7 +483,6 @@ class Storer:
             self._save()
 
     def _save(self) -> None:
-        """Write the snapshot of our segments."""
         self._next_snapshot = time.monotonic() + self._state.options.snapshot_s
         self._saved_at_bytes = self._state.stats.written_bytes
         state = self._state

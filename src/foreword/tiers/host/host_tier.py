@@ -84,13 +84,11 @@ class HostTier:
         self.close(PATIENCE_S)
 
     def lookup(self, keys: BlockKeys) -> BoolArray:
-        """Which blocks are here, [blocks]; see `Tier.lookup`."""
         is_present = self._contains(keys.names())
         self._counts.count(num_looked_up=len(keys), num_found=int(np.count_nonzero(is_present)))
         return is_present
 
     def probe(self, keys: BlockKeys, *, deadline_s: float = 0.05, on_done: DoneCallback | None = None) -> Ticket:
-        """Which blocks are here, at once; see `Tier.probe`."""
         ticket = Ticket(len(keys), deadline_s=deadline_s, on_done=on_done)
         if self._is_closed:
             ticket.cancel()
@@ -109,7 +107,6 @@ class HostTier:
         deadline_s: float,
         on_done: DoneCallback | None = None,
     ) -> Ticket:
-        """Begin to load blocks into `sink`; see `Tier.load`."""
         names = keys.names()
 
         def before_done(outcomes: npt.NDArray[np.uint8]) -> None:
@@ -121,11 +118,9 @@ class HostTier:
         return ticket
 
     def estimate_load_s(self, num_bytes: int) -> float:
-        """Seconds until a load of that size would end; see `Tier.estimate_load_s`."""
         return self._rate.estimate_s(self._thread.amount + num_bytes)
 
     def store(self, run: BlockRun, *, on_done: DoneCallback | None = None) -> Ticket:
-        """Begin to store a run; see `Tier.store`."""
         ticket = Ticket(len(run.keys), before_done=self._counts.count_store, on_done=on_done)
         job = _Job(run.keys.names(), run.payload_bytes.tolist(), ticket, run=run)
         self._thread.add(job, int(run.payload_bytes.sum()))
@@ -143,7 +138,6 @@ class HostTier:
         self._forget(list(self._index))
 
     def stats(self) -> TierStats:
-        """Return the counts so far; see `Tier.stats`."""
         stats = self._counts.copy_of_stats()
         stats.num_blocks, place_bytes = len(self._index), self._places.shape[1]
         stats.stored_bytes = stats.shared_bytes = stats.num_blocks * place_bytes

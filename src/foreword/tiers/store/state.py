@@ -103,7 +103,6 @@ class CircuitBreaker:
             return False
 
     def trip(self) -> None:
-        """Open the breaker now."""
         with self._lock:
             self.num_trips += self._state == "closed"
             self._open()
@@ -210,7 +209,6 @@ class StoreOptions:
     """Payload bytes in flight before replies are awaited."""
 
     def check(self) -> None:
-        """Raise ConfigError for values out of range."""
         for name in self.__slots__:
             value = getattr(self, name)
             if name != "mac_key_file" and not value > 0:

@@ -422,7 +422,6 @@ class ValkeyTier:
         return present
 
     def probe(self, keys: BlockKeys, *, deadline_s: float = 0.05, on_done: DoneCallback | None = None) -> Ticket:
-        """Ask the server which blocks are here; see `Tier.probe`."""
         return self._asker.probe(keys.names(), deadline_s, on_done)
 
     def load(
@@ -438,7 +437,6 @@ class ValkeyTier:
         return self._loader.add(keys.names(), payload_bytes.tolist(), sink, deadline_s, on_done)
 
     def estimate_load_s(self, num_bytes: int) -> float:
-        """Seconds until a load of that size would end; see `Tier.estimate_load_s`."""
         return self._loader.rate.estimate_s(self._loader.thread.amount + num_bytes)
 
     def store(self, run: BlockRun, *, on_done: DoneCallback | None = None) -> Ticket:
@@ -480,6 +478,5 @@ class ValkeyTier:
         return stats
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if something is counted wrongly; see `Tier.check_integrity`."""
         assert min(self._asker.thread.amount, self._loader.thread.amount, self._writer.thread.amount) >= 0
         assert len(self._state.view) <= self._state.options.max_known

@@ -45,7 +45,6 @@ class Wish:
     max_bytes: int | None = None
 
     def check(self) -> None:
-        """Raise ConfigError if nothing is wished."""
         if self == Wish():
             raise ConfigError(
                 "nothing says what to delete; give --max-size, --older-than, --namespace, --other-models, --damaged "
@@ -131,7 +130,6 @@ def choose(cache: Survey, contents: list[Content], wish: Wish, cipher: Cipher | 
 
 
 def _unwanted(cache: Survey, contents: list[Content], wish: Wish) -> set[bytes]:
-    """The namespaces whose blocks are to go."""
     namespaces = {namespace for content in contents for namespace in content.blocks} | set(cache.manifests.facts)
     unwanted = set()
     for digits in wish.namespaces:
@@ -215,7 +213,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _removed(cache: Survey, path: Path, result: Result) -> bool:
-    """Remove a file; True if this call removed it."""
     try:
         cache.files.unlink(path)
     except FileNotFoundError:

@@ -52,7 +52,6 @@ class Home:
 
     @property
     def owner(self) -> str:
-        """The owner in words."""
         return f"process {self.process_id}" if self.process_id else "a live process"
 
 
@@ -245,7 +244,6 @@ class Tally:
 
     @property
     def model(self) -> str:
-        """The model's name as its user gave it."""
         return str(self.facts.get("model_name", UNKNOWN))
 
     @property
@@ -280,7 +278,6 @@ class Tally:
         return ", ".join(part for part in parts if part) or UNKNOWN
 
     def add(self, header: RunHeader, now_s: float) -> None:
-        """Count the blocks of a run."""
         entries = header.entries
         if not len(entries):
             return

@@ -47,6 +47,5 @@ class ProgressLine:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Remove the line."""
         if self._shows:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -53,7 +53,6 @@ class Verdict:
     """Segments that their process evicted meanwhile."""
 
     def add(self, other: Verdict) -> None:
-        """Add the results of another verdict."""
         for name in ("num_sound", "num_sealed", "num_damaged", "num_bytes", "num_unfinished", "num_gone"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.findings += other.findings
@@ -138,7 +137,6 @@ class _RunReader:
         self.uncached = uncached
 
     def verify(self, part: RunHeader | Damage) -> Verdict:
-        """Read all blocks of a run."""
         verdict = Verdict()
         if isinstance(part, Damage):
             reason = f"no sound header in {counted(part.end - part.offset, 'byte')}; the blocks there are not known"
