@@ -8,7 +8,6 @@ from foreword.cache import BlockStored
 from foreword.cluster import (
     DecisionLog,
     EventBatch,
-    Explanation,
     Reason,
     ReplicaSpec,
     RoutingCore,
@@ -40,7 +39,7 @@ def store(core, replica, keys, number=0):
 
 
 def explained(core, request, **more):
-    return Explanation.of_decision(core.choose(request, 0.0, **more))
+    return core.choose(request, 0.0, **more)
 
 
 def test_a_hit_is_explained_by_each_replica_s_parts_of_the_cost():
@@ -48,14 +47,14 @@ def test_a_hit_is_explained_by_each_replica_s_parts_of_the_cost():
     store(core, "r1", [("a", 0), ("a", 1)])
     first = explained(core, prompt("q", "a", 3))
     assert first.reason is Reason.HIT
-    assert (first.predicted_tokens, first.prompt_tokens, first.delivered_tokens) == (8, 13, None)
-    assert (first.chosen.replica, first.chosen.hit_tokens, first.chosen.uncached_tokens) == ("r1", 8, 5)
-    for each in first.candidates:
+    assert (first.hit_tokens, first.fleet.request.num_tokens, first.delivered_tokens) == (8, 13, None)
+    assert (first.replica, first.candidates()[0].hit_tokens, first.candidates()[0].uncached_tokens) == ("r1", 8, 5)
+    for each in first.candidates():
         assert each.hit_tokens + each.uncached_tokens == 13
         parts = (each.backlog_s, each.prefill_s, each.reuse_s, each.price_s, each.decode_s)
         assert each.cost_s == pytest.approx(sum(parts))
         assert each.standing is Standing.KNOWN
-    assert [each.replica for each in first.candidates] == ["r1", "r0", "r2"]
+    assert [each.replica for each in first.candidates()] == ["r1", "r0", "r2"]
 
 
 def occupy(core: RoutingCore, replica: str, num_tokens: int) -> None:
@@ -70,8 +69,8 @@ def test_a_hit_that_costs_more_than_it_saves_is_explained_by_load():
     occupy(core, "r1", 10_000)
     away = explained(core, prompt("q", "a", 3))
     assert away.reason is Reason.LOAD
-    assert away.chosen.replica != "r1"
-    assert (away.candidates[-1].replica, away.candidates[-1].hit_tokens, away.candidates[-1].backlog_s) == (
+    assert away.replica != "r1"
+    assert (away.candidates()[-1].replica, away.candidates()[-1].hit_tokens, away.candidates()[-1].backlog_s) == (
         "r1",
         4,
         100.0,
@@ -84,11 +83,11 @@ def test_without_knowledge_the_hash_ring_is_named():
     hashed = explained(core, prompt("q", "a", 3))
     assert hashed.reason is Reason.HASHED
     assert hashed.as_dict()["degraded"] is True
-    assert {each.standing for each in hashed.candidates} == {Standing.UNKNOWN}
+    assert {each.standing for each in hashed.candidates()} == {Standing.UNKNOWN}
     core.install_snapshot("r2", EventBatch(b"life", -1), 0.0)
     mixed = explained(core, prompt("q2", "b", 3))
     assert mixed.reason is Reason.NO_HIT
-    assert {each.replica: each.standing.value for each in mixed.candidates} == {
+    assert {each.replica: each.standing.value for each in mixed.candidates()} == {
         "r0": "unknown",
         "r1": "unknown",
         "r2": "known",
@@ -140,12 +139,12 @@ def test_the_log_sets_delivered_beside_predicted_and_adds_up_by_reason():
 def test_the_log_keeps_what_was_true_at_the_decision():
     log = DecisionLog()
     core = make_core(log=log)
-    before = Explanation.of_decision(core.choose(prompt("q", "a", 3), 0.0))
+    before = core.choose(prompt("q", "a", 3), 0.0).as_dict()
     core.leave("r2", 0.0)
     core.join("r9", ReplicaSpec(50, 100.0))
     for number in range(9):
         core.choose(prompt(f"more {number}", number, 30), 0.0)
-    assert log.of_request("q") == [before]
+    assert [each.as_dict() for each in log.of_request("q")] == [before]
 
 
 def test_attempts_of_a_request_stay_apart():

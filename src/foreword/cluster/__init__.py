@@ -7,7 +7,6 @@ from foreword.cluster.decision import (
     Candidate as Candidate,
     Decision as Decision,
     DecisionLog as DecisionLog,
-    Explanation as Explanation,
     Fleet as Fleet,
     Reason as Reason,
     Reservation as Reservation,

@@ -60,10 +60,6 @@ class RoutingRequest:
         """The most tokens that can be hits: never the last token, and no token from the first link on."""
         return min([self.num_tokens - 1, *(run.begin for run in self.runs[:1])])
 
-    def without_keys(self) -> RoutingRequest:
-        """A copy without keys, for a log."""
-        return replace(self, keys=[], runs=tuple(run._replace(keys=[]) for run in self.runs[:1]))
-
     def affinity(self) -> object:
         """The value that the hash ring hashes: the session, the key at the stable boundary, or the request id."""
         if self.session is not None:
@@ -156,7 +152,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The chosen replica, with the reservation that was made in the same call."""
+    """The chosen replica, with the reservation that was made in the same call.
+
+    `as_dict` is ready for JSON, `text` for a header.
+    """
 
     reservation: Reservation
     slot: int
@@ -172,6 +171,8 @@ class Decision:
     """Bits of the slots whose caches were known."""
     excluded: tuple[int, ...]
     """Slots that the caller excluded."""
+    delivered_tokens: int | None = None
+    """Prompt tokens that the replica had; None until the first token has come."""
 
     @property
     def replica(self) -> str:
@@ -200,7 +201,7 @@ class Decision:
         return float(self.fleet.backlog_s[self.slot] + self.fleet.prefill_s[self.slot])
 
     def candidates(self) -> list[Candidate]:
-        """Every replica with the parts of its cost, the cheapest first."""
+        """Every replica with the parts of its cost, the cheapest first; those that could not be chosen come last."""
         fleet, size = self.fleet, self.fleet.block_tokens
         missing = np.zeros_like(fleet.hit_blocks) if fleet.sources is None else fleet.sources.missing_blocks
         columns = (
@@ -222,6 +223,58 @@ class Decision:
         ]
         return sorted(candidates, key=lambda each: (each.cost_s, not each.chosen, each.replica))
 
+    def as_dict(self) -> dict[str, Any]:
+        """The decision as JSON values. The cost of a replica that could not be chosen is None."""
+        router, request_id, attempt, replica = self.reservation
+        return {
+            "request_id": request_id,
+            "router": router,
+            "attempt": attempt,
+            "replica": replica,
+            "reason": self.reason.value,
+            "degraded": self.reason is Reason.HASHED,
+            "prompt_tokens": self.fleet.request.num_tokens,
+            "predicted_tokens": self.hit_tokens,
+            "source_tokens": self.source_tokens,
+            "delivered_tokens": self.delivered_tokens,
+            "predicted_ttft_s": self.predicted_ttft_s,
+            "candidates": [
+                {
+                    **asdict(each),
+                    "standing": each.standing.value,
+                    "cost_s": each.cost_s if isfinite(each.cost_s) else None,
+                }
+                for each in self.candidates()
+            ],
+        }
+
+    def text(self) -> str:
+        """One line of ASCII, `name=value` with spaces between; names of replicas are percent-encoded."""
+        candidates, (router, _, attempt, replica) = self.candidates(), self.reservation
+        chosen = next(each for each in candidates if each.chosen)
+        parts = [
+            f"replica={_quoted(replica)}",
+            f"reason={self.reason}",
+            f"hit={self.hit_tokens}/{self.fleet.request.num_tokens}",
+            *([f"sources={chosen.source_tokens}/{self.source_tokens}"] if self.source_tokens else []),
+            f"backlog_s={chosen.backlog_s:.3f}",
+            f"reuse_s={chosen.reuse_s:.3f}",
+            f"price_s={chosen.price_s:.3f}",
+            f"decode_s={chosen.decode_s:.3f}",
+            f"cost_s={chosen.cost_s:.3f}",
+        ]
+        other = next((each for each in candidates if not each.chosen and isfinite(each.cost_s)), None)
+        if other is not None:
+            parts += [
+                f"next={_quoted(other.replica)}",
+                f"next_hit={other.hit_tokens}",
+                *([f"next_sources={other.source_tokens}"] if self.source_tokens else []),
+                f"next_cost_s={other.cost_s:.3f}",
+            ]
+        if self.delivered_tokens is not None:
+            parts.append(f"delivered={self.delivered_tokens}")
+        return " ".join([*parts, f"attempt={attempt}", f"router={_quoted(router)}"])
+
     def _standing(self, slot: int) -> Standing:
         if slot in self.excluded:
             return Standing.EXCLUDED
@@ -237,92 +290,6 @@ class Reason(StrEnum):
     LOAD = "load"
     NO_HIT = "no_hit"
     HASHED = "hashed"
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """One decision in plain values. `as_dict` is ready for JSON, `text` for a header."""
-
-    reservation: Reservation
-    reason: Reason
-    prompt_tokens: int
-    predicted_tokens: int
-    """Prompt tokens that the chosen replica was expected to have."""
-    source_tokens: int
-    """Tokens of a linked prompt's sources that are not also the prompt's; 0 for other prompts."""
-    delivered_tokens: int | None
-    """Prompt tokens that the replica had; None until the first token has come."""
-    predicted_ttft_s: float
-    candidates: tuple[Candidate, ...]
-    """All replicas, the cheapest first; replicas that could not be chosen come last."""
-
-    @classmethod
-    def of_decision(cls, decision: Decision, delivered_tokens: int | None = None) -> Explanation:
-        return cls(
-            decision.reservation,
-            decision.reason,
-            decision.fleet.request.num_tokens,
-            decision.hit_tokens,
-            decision.source_tokens,
-            delivered_tokens,
-            decision.predicted_ttft_s,
-            tuple(decision.candidates()),
-        )
-
-    @property
-    def chosen(self) -> Candidate:
-        return next(each for each in self.candidates if each.chosen)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The explanation as JSON values. The cost of a replica that could not be chosen is None."""
-        router, request_id, attempt, replica = self.reservation
-        return {
-            "request_id": request_id,
-            "router": router,
-            "attempt": attempt,
-            "replica": replica,
-            "reason": self.reason.value,
-            "degraded": self.reason is Reason.HASHED,
-            "prompt_tokens": self.prompt_tokens,
-            "predicted_tokens": self.predicted_tokens,
-            "source_tokens": self.source_tokens,
-            "delivered_tokens": self.delivered_tokens,
-            "predicted_ttft_s": self.predicted_ttft_s,
-            "candidates": [
-                {
-                    **asdict(each),
-                    "standing": each.standing.value,
-                    "cost_s": each.cost_s if isfinite(each.cost_s) else None,
-                }
-                for each in self.candidates
-            ],
-        }
-
-    def text(self) -> str:
-        """One line of ASCII, `name=value` with spaces between; names of replicas are percent-encoded."""
-        chosen, (router, _, attempt, replica) = self.chosen, self.reservation
-        parts = [
-            f"replica={_quoted(replica)}",
-            f"reason={self.reason}",
-            f"hit={self.predicted_tokens}/{self.prompt_tokens}",
-            *([f"sources={chosen.source_tokens}/{self.source_tokens}"] if self.source_tokens else []),
-            f"backlog_s={chosen.backlog_s:.3f}",
-            f"reuse_s={chosen.reuse_s:.3f}",
-            f"price_s={chosen.price_s:.3f}",
-            f"decode_s={chosen.decode_s:.3f}",
-            f"cost_s={chosen.cost_s:.3f}",
-        ]
-        other = next((each for each in self.candidates if not each.chosen and isfinite(each.cost_s)), None)
-        if other is not None:
-            parts += [
-                f"next={_quoted(other.replica)}",
-                f"next_hit={other.hit_tokens}",
-                *([f"next_sources={other.source_tokens}"] if self.source_tokens else []),
-                f"next_cost_s={other.cost_s:.3f}",
-            ]
-        if self.delivered_tokens is not None:
-            parts.append(f"delivered={self.delivered_tokens}")
-        return " ".join([*parts, f"attempt={attempt}", f"router={_quoted(router)}"])
 
 
 def _quoted(name: str) -> str:
@@ -343,46 +310,38 @@ class RoutingCounts:
     """Predicted tokens that the replica did not have."""
 
 
-@dataclass(slots=True)
-class _Entry:
-    decision: Decision
-    delivered_tokens: int | None = None
-
-
 class DecisionLog:
-    """Keeps the newest decisions and the hits that their replicas delivered. Explanations are made only on demand."""
+    """Keeps the newest decisions and the hits that their replicas delivered."""
 
     def __init__(self, capacity: int = 256) -> None:
         """Keeps the decisions of the newest `capacity` attempts. Raises ConfigError if that is below 1."""
         if capacity < 1:
             raise ConfigError(f"a log of {capacity} decisions keeps nothing; use at least 1")
-        self._entries: deque[_Entry] = deque(maxlen=capacity)
+        self._decisions: deque[Decision] = deque(maxlen=capacity)
         """The oldest first."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._decisions)
 
-    def __iter__(self) -> Iterator[Explanation]:
-        """The explanations, the newest first."""
-        return map(_explanation, reversed(self._entries))
+    def __iter__(self) -> Iterator[Decision]:
+        """The decisions, the newest first."""
+        return reversed(self._decisions)
 
     def add(self, decision: Decision) -> None:
         """Keep a decision without its block keys. If there are too many, the oldest decision is dropped."""
-        fleet, request = decision.fleet, decision.fleet.request.without_keys()
+        fleet, request = decision.fleet, decision.fleet.request
+        request = replace(request, keys=[], runs=tuple(run._replace(keys=[]) for run in request.runs[:1]))
         sources = None if fleet.sources is None else fleet.sources.counts()
-        self._entries.append(_Entry(replace(decision, fleet=replace(fleet, request=request, sources=sources))))
+        self._decisions.append(replace(decision, fleet=replace(fleet, request=request, sources=sources)))
 
     def note_delivered(self, reservation: Reservation, cached_tokens: int) -> None:
         """Note that an attempt's first token has come, and that the replica had `cached_tokens` of the prompt."""
-        for entry in reversed(self._entries):
-            if entry.decision.reservation == reservation and entry.delivered_tokens is None:
-                entry.delivered_tokens = cached_tokens
+        for at in reversed(range(len(self._decisions))):
+            decision = self._decisions[at]
+            if decision.reservation == reservation and decision.delivered_tokens is None:
+                self._decisions[at] = replace(decision, delivered_tokens=cached_tokens)
                 return
 
-    def of_request(self, request_id: str) -> list[Explanation]:
-        """The explanations of a request's attempts, oldest first; empty if the log has none of them."""
-        return [_explanation(entry) for entry in self._entries if entry.decision.reservation.request_id == request_id]
-
-
-def _explanation(entry: _Entry) -> Explanation:
-    return Explanation.of_decision(entry.decision, entry.delivered_tokens)
+    def of_request(self, request_id: str) -> list[Decision]:
+        """The decisions of a request's attempts, oldest first; empty if the log has none of them."""
+        return [decision for decision in self._decisions if decision.reservation.request_id == request_id]

@@ -24,7 +24,7 @@ from typing import Any
 
 from foreword.cache import PIN, TokenSequence
 from foreword.cluster import CopiedRun, Decision, RoutingCore, RoutingRequest
-from foreword.cluster.decision import DecisionLog, Explanation, Reason
+from foreword.cluster.decision import DecisionLog, Reason
 from foreword.cluster.holders import Key
 from foreword.errors import NoReplicaError
 from foreword.events.core_feed import CoreFeed
@@ -278,11 +278,11 @@ class RoutedEngines:
     def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
         """Explanations of decisions, at most `limit`. `request_id`: the id of a response or of one of its prompts."""
         if request_id is None:
-            explanations = list(self.log)
+            decisions = list(self.log)
         else:
             of_prompts = (each for each in self.log if each.reservation.request_id.rpartition("-")[0] == request_id)
-            explanations = list(of_prompts) or self.log.of_request(request_id)
-        return [each.as_dict() for each in explanations[:limit]]
+            decisions = list(of_prompts) or self.log.of_request(request_id)
+        return [each.as_dict() for each in decisions[:limit]]
 
     def replicas(self) -> list[dict[str, Any]]:
         """For each replica, the known facts about its cache and its load."""
@@ -427,7 +427,7 @@ class RoutedEngines:
             raise none_ready() from None
         if self._peers is not None:
             self._peers.flush()
-        request.job.record.route = Explanation.of_decision(decision).text()
+        request.job.record.route = decision.text()
         return decision
 
     async def _chosen(self, request: _Request) -> Decision:
