@@ -20,15 +20,16 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from foreword.config import CacheConfig
 from foreword.errors import ConfigError
-from foreword.tiers.disk.files import RealFiles, close_quietly, read_fully, write_fully
+from foreword.tiers.disk.files import RealFiles, close_quietly, opened, read_fully, write_fully
 from foreword.tiers.disk.segments import (
     NO_CIPHER,
     PAGE,
@@ -216,7 +217,7 @@ def check_target(path: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"path={str(path)!r} is in a folder that does not exist; make {str(path.parent)!r} first")
 
 
-class PrefixFile:
+class PrefixFile(AbstractContextManager["PrefixFile"]):
     """An open file that was found sound. Raises ConfigError if it cannot be opened, UnsoundFileError if it is damaged.
 
     Close it, or use it as a context manager.
@@ -248,9 +249,6 @@ class PrefixFile:
         if self._fd >= 0:
             close_quietly(self._files, self._fd)
             self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -412,8 +410,5 @@ def _write(files: RealFiles, fd: int, facts: Facts, run: BlockRun) -> int:
 
 def _sync_folder(files: RealFiles, folder: Path) -> None:
     """Make a new name survive a loss of power, where the file system can."""
-    with contextlib.suppress(OSError):
-        fd = files.open_for_reading(folder)
-        with contextlib.suppress(OSError):
-            files.sync(fd)
-        close_quietly(files, fd)
+    with contextlib.suppress(OSError), opened(files, folder) as fd:
+        files.sync(fd)

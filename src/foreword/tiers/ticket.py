@@ -206,15 +206,11 @@ class JobThread(Generic[Job]):
         self._max_amount = max_amount
         self._queue: deque[tuple[Job, int]] = deque()
         self._wake = threading.Condition()
-        self._amount = 0
+        self.amount = 0
+        """The total amount of the jobs that are queued or worked on."""
         self._is_woken = False
         self._closes_at: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    @property
-    def amount(self) -> int:
-        """The total amount of the jobs that are queued or worked on."""
-        return self._amount
 
     def start(self) -> None:
         self._thread.start()
@@ -230,11 +226,11 @@ class JobThread(Generic[Job]):
         with self._wake:
             if self._closes_at is not None:
                 refusal = Outcome.CANCELLED
-            elif self._amount and self._amount + amount > self._max_amount:
+            elif self.amount and self.amount + amount > self._max_amount:
                 refusal = Outcome.QUEUE_FULL
             else:
                 self._queue.append((job, amount))
-                self._amount += amount
+                self.amount += amount
                 self._wake.notify()
                 return
         job.ticket.finish(refusal)
@@ -254,7 +250,7 @@ class JobThread(Generic[Job]):
         with self._wake:
             queued = list(self._queue)
             self._queue.clear()
-            self._amount -= sum(amount for _, amount in queued)
+            self.amount -= sum(amount for _, amount in queued)
         for job, _ in queued:
             job.ticket.cancel()
 
@@ -278,6 +274,6 @@ class JobThread(Generic[Job]):
                     job.ticket.finish(Outcome.IO_ERROR)
             finally:
                 with self._wake:
-                    self._amount -= amount
+                    self.amount -= amount
         self._cancel_queued()
         self._at_end()

@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +72,6 @@ class BlockKeys:
         return BlockKeys(self.namespace, self.group_ids[chosen], self.keys[chosen])
 
 
-@runtime_checkable
 class BlockSink(Protocol):
     """Where loaded blocks go: the caller's memory."""
 
@@ -84,7 +83,6 @@ class BlockSink(Protocol):
         ...
 
 
-@runtime_checkable
 class BlockSource(Protocol):
     """Where stored blocks come from: the caller's memory."""
 
@@ -147,6 +145,12 @@ class BlockRun:
             np.ones(count, np.float32),
             ttl_s,
         )
+
+    def repeats(self) -> BoolArray:
+        """Whether each block has the name of an earlier block of the run, [blocks]."""
+        names = self.keys.names()
+        first = dict(zip(reversed(names), reversed(range(len(names))), strict=True))
+        return np.array([first[name] != index for index, name in enumerate(names)], bool)
 
 
 @dataclass(slots=True)

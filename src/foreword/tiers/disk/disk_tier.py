@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from foreword.tiers.cipher import AesGcm, Cipher, read_secret
 from foreword.tiers.clock import Clock
@@ -30,7 +29,7 @@ from foreword.tiers.disk.segment_index import SegmentIndex
 from foreword.tiers.disk.state import DiskOptions, DiskState
 from foreword.tiers.disk.storer import Storer
 from foreword.tiers.ticket import Outcome, Ticket
-from foreword.tiers.tier import BlockKeys, BlockRun, BlockSink, BoolArray, DoneCallback, TierStats
+from foreword.tiers.tier import BlockKeys, BoolArray, DoneCallback, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ PATIENCE_S = 5.0
 """Seconds that `close` waits for a thread that is in the middle of a call."""
 
 
-class DiskTier:
+class DiskTier(AbstractContextManager["DiskTier"]):
     """Blocks on disk; a `Tier`. Raises ConfigError for options, directories and key files that cannot be used.
 
     The directory is made if it is not there. Blocks of earlier processes are found as soon as they are scanned, from
@@ -84,6 +83,9 @@ class DiskTier:
             raise
         self._loader.start()
         self._storer.thread.start()
+        self.load, self.estimate_load_s = self._loader.load, self._loader.estimate_load_s
+        self.store = self._storer.store
+        """See `Tier`."""
         self._is_closed = False
         logger.info(
             "cache on disk: %s, at most %.1f GB, %.1f GB there",
@@ -91,9 +93,6 @@ class DiskTier:
             (self._state.options.budget_bytes or 0) / 1e9,
             used / 1e9,
         )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close(PATIENCE_S)
@@ -113,23 +112,6 @@ class DiskTier:
             ticket.settle(np.flatnonzero(~here), Outcome.MISSING)
         ticket.finish(Outcome.CANCELLED)
         return ticket
-
-    def load(
-        self,
-        keys: BlockKeys,
-        payload_bytes: npt.NDArray[np.int64],
-        sink: BlockSink,
-        *,
-        deadline_s: float,
-        on_done: DoneCallback | None = None,
-    ) -> Ticket:
-        return self._loader.add(keys, payload_bytes, sink, deadline_s, on_done)
-
-    def estimate_load_s(self, num_bytes: int) -> float:
-        return self._loader.estimate_s(num_bytes)
-
-    def store(self, run: BlockRun, *, on_done: DoneCallback | None = None) -> Ticket:
-        return self._storer.add(run, on_done)
 
     def forget(self, keys: BlockKeys) -> None:
         """Let `lookup` not find these blocks again. Their bytes stay until their segment goes.

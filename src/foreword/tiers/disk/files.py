@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,10 +132,40 @@ def write_fully(files: RealFiles, fd: int, data: memoryview, offset: int, *, unc
         done += count
 
 
+def replace_file(files: RealFiles, path: Path, unfinished: Path, parts: Iterable[bytes | memoryview]) -> int:
+    """Write a file, which replaces an old one at once; returns its bytes. `unfinished`: its path until then.
+
+    Raises OSError; then the old file stays.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        files.unlink(unfinished)
+    fd = files.create(unfinished)
+    try:
+        offset = 0
+        for part in parts:
+            write_fully(files, fd, memoryview(part), offset, uncached=False)
+            offset += len(part)
+        files.sync(fd)
+    finally:
+        files.close(fd)
+    files.rename(unfinished, path)
+    return offset
+
+
 def close_quietly(files: RealFiles, fd: int) -> None:
     """Close a file that was read, or whose content does not matter any more."""
     with contextlib.suppress(OSError):
         files.close(fd)
+
+
+@contextlib.contextmanager
+def opened(files: RealFiles, path: Path) -> Iterator[int]:
+    """Open a file that is only read. Raises OSError."""
+    fd = files.open_for_reading(path)
+    try:
+        yield fd
+    finally:
+        close_quietly(files, fd)
 
 
 def can_leave_cache(files: RealFiles, fd: int) -> bool:

@@ -250,19 +250,20 @@ class Loader:
         self._reader.start()
         self.thread.start()
 
-    def estimate_s(self, num_bytes: int) -> float:
-        """Seconds until a load that is asked for now would end."""
+    def estimate_load_s(self, num_bytes: int) -> float:
+        """See `Tier.estimate_load_s`."""
         return self.rate.estimate_s(self.thread.amount + num_bytes)
 
-    def add(
+    def load(
         self,
         keys: BlockKeys,
         payload_bytes: npt.NDArray[np.int64],
         sink: BlockSink,
+        *,
         deadline_s: float,
-        on_done: DoneCallback | None,
+        on_done: DoneCallback | None = None,
     ) -> Ticket:
-        """Queue a load; a full queue ends its ticket at once."""
+        """See `Tier.load`. A full queue ends its ticket at once."""
 
         def before_done(outcomes: npt.NDArray[np.uint8]) -> None:
             lost = np.isin(outcomes, FORGOTTEN)

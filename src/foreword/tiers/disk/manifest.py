@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from foreword.tiers.disk.files import RealFiles, close_quietly, read_fully, write_fully
+from foreword.tiers.disk.files import RealFiles, opened, read_fully, replace_file
 from foreword.tiers.identity import CacheIdentity
 
 _NAME = re.compile(r"[0-9a-f]{32}\.json")
@@ -67,17 +67,8 @@ def write_manifest(files: RealFiles, root: Path, home: Path, namespace: bytes, f
     with contextlib.suppress(OSError, ValueError):
         if _read(files, path) == content:
             return
-    unfinished = home / UNFINISHED_NAME
-    with contextlib.suppress(FileNotFoundError):
-        files.unlink(unfinished)
-    fd = files.create(unfinished)
-    try:
-        text = json.dumps({"checksum": _checksum(content), **content}, indent=1).encode() + b"\n"
-        write_fully(files, fd, memoryview(text), 0, uncached=False)
-        files.sync(fd)
-    finally:
-        files.close(fd)
-    files.rename(unfinished, path)
+    text = json.dumps({"checksum": _checksum(content), **content}, indent=1).encode() + b"\n"
+    replace_file(files, path, home / UNFINISHED_NAME, [text])
 
 
 def manifest_path(root: Path, namespace: bytes) -> Path:
@@ -104,12 +95,9 @@ def read_manifests(files: RealFiles, root: Path) -> Manifests:
 
 def _read(files: RealFiles, path: Path) -> dict[str, Any]:
     """The facts in a manifest. Raises OSError, or ValueError with the reason if it is not sound."""
-    fd = files.open_for_reading(path)
-    try:
+    with opened(files, path) as fd:
         content = bytearray(min(MAX_BYTES, files.fstat(fd).st_size))
         count = read_fully(files, fd, memoryview(content), 0, uncached=False)
-    finally:
-        close_quietly(files, fd)
     try:
         facts = json.loads(content[:count])
         checksum = facts.pop("checksum")

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from foreword.tiers.disk.directory import SNAPSHOT_NAME, segments_in
-from foreword.tiers.disk.files import close_quietly, physical_bytes
+from foreword.tiers.disk.files import opened, physical_bytes
 from foreword.tiers.disk.segment_index import read_snapshot
 from foreword.tiers.disk.segments import PAGE, Damage, RunHeader, Segment, scan_runs
 from foreword.tiers.disk.state import DiskState
@@ -113,28 +113,21 @@ class Scanner:
             size = self._measure(segment)
             if size is None:
                 return
-            fd = state.files.open_for_reading(segment.path)
-        except OSError as error:
-            logger.warning("%s could not be scanned: %s", segment.path, error)
-            return
-        try:
-            for part in scan_runs(state.files, fd, segment.num_bytes, size, uncached=state.leaves_cache):
-                if state.closing.is_set():
-                    return
-                if isinstance(part, Damage):
-                    state.count(num_damaged_headers=1)
-                    logger.warning(
-                        "%s has no sound header from byte %d to %d", segment.path.name, part.offset, part.end
-                    )
-                elif part.cipher_id == state.cipher.cipher_id:
-                    self._insert(part, segment, size)
+            with opened(state.files, segment.path) as fd:
+                for part in scan_runs(state.files, fd, segment.num_bytes, size, uncached=state.leaves_cache):
+                    if state.closing.is_set():
+                        return
+                    if isinstance(part, Damage):
+                        state.count(num_damaged_headers=1)
+                        name = segment.path.name
+                        logger.warning("%s has no sound header from byte %d to %d", name, part.offset, part.end)
+                    elif part.cipher_id == state.cipher.cipher_id:
+                        self._insert(part, segment, size)
             segment.num_bytes = size // PAGE * PAGE
             segment.is_scanned = True
             self._measure(segment)  # it may have been evicted meanwhile
         except OSError as error:
             logger.warning("%s could not be scanned: %s", segment.path, error)
-        finally:
-            close_quietly(state.files, fd)
 
     def _insert(self, run: RunHeader, segment: Segment, size: int) -> None:
         """Index the blocks of a run that lie within the file."""

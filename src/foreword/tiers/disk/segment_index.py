@@ -14,7 +14,6 @@ segments' headers, and nothing else: every block is checked when it is loaded.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import secrets
@@ -30,7 +29,7 @@ import numpy.typing as npt
 import xxhash
 
 from foreword.tiers.clock import LATEST, Clock
-from foreword.tiers.disk.files import RealFiles, read_fully, write_fully
+from foreword.tiers.disk.files import RealFiles, opened, read_fully, replace_file
 from foreword.tiers.disk.segments import PAGE, SUFFIX, RunHeader, Segment, segment_number
 from foreword.tiers.tier import PINNED, BlockKeys, BoolArray
 
@@ -385,20 +384,7 @@ def write_snapshot(files: RealFiles, path: Path, snapshot: Snapshot, clock: Cloc
     digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(part)
-    unfinished = path.with_name(path.name + ".new")
-    with contextlib.suppress(FileNotFoundError):
-        files.unlink(unfinished)
-    fd = files.create(unfinished)
-    try:
-        offset = 0
-        for part in [*parts, digest.digest()]:
-            write_fully(files, fd, memoryview(part), offset, uncached=False)
-            offset += len(part)
-        files.sync(fd)
-    finally:
-        files.close(fd)
-    files.rename(unfinished, path)
-    return offset
+    return replace_file(files, path, path.with_name(path.name + ".new"), [*parts, digest.digest()])
 
 
 def read_snapshot(files: RealFiles, path: Path, clock: Clock, cipher_id: bytes) -> Snapshot | None:
@@ -407,18 +393,15 @@ def read_snapshot(files: RealFiles, path: Path, clock: Clock, cipher_id: bytes) 
     None if there is no file, if it is not as it was written, or if its blocks have another cipher or secret.
     """
     try:
-        fd = files.open_for_reading(path)
+        with opened(files, path) as fd:
+            size = files.fstat(fd).st_size
+            if not _HEAD.size + 16 <= size <= MAX_BYTES:
+                return None
+            content = memoryview(bytearray(size))
+            if read_fully(files, fd, content, 0, uncached=False) < size:
+                return None
     except FileNotFoundError:
         return None
-    try:
-        size = files.fstat(fd).st_size
-        if not _HEAD.size + 16 <= size <= MAX_BYTES:
-            return None
-        content = memoryview(bytearray(size))
-        if read_fully(files, fd, content, 0, uncached=False) < size:
-            return None
-    finally:
-        files.close(fd)
     if xxhash.xxh3_128_digest(content[:-16]) != content[-16:]:
         return None
     try:

@@ -383,8 +383,8 @@ class Storer:
             "foreword-tier-store", self._store, state.options.max_queued_store_bytes, self._between, self._end
         )
 
-    def add(self, run: BlockRun, on_done: DoneCallback | None) -> Ticket:
-        """Queue a run; a full queue drops it at once."""
+    def store(self, run: BlockRun, *, on_done: DoneCallback | None = None) -> Ticket:
+        """See `Tier.store`. A full queue drops a run at once."""
         ticket = Ticket(len(run.keys), before_done=self._state.count_store, on_done=on_done)
         self.thread.add(Store(run, ticket), int(run.payload_bytes.sum()))
         return ticket
@@ -414,7 +414,7 @@ class Storer:
 
     def _write_parts(self, store: Store) -> None:
         run, ticket = store.run, store.ticket
-        present = self._state.index.contains(run.keys, self._state.clock.now_s()) | repeated(run)
+        present = self._state.index.contains(run.keys, self._state.clock.now_s()) | run.repeats()
         ticket.settle(np.flatnonzero(present), Outcome.PRESENT)
         if time.monotonic() < self._paused_until:
             return
@@ -488,10 +488,3 @@ class Storer:
         state = self._state
         scanned = state.index.snapshot([segment for segment in state.index.own_segments() if segment.is_scanned])
         write_snapshot(state.files, state.directory.home / SNAPSHOT_NAME, scanned, state.clock, state.cipher.cipher_id)
-
-
-def repeated(run: BlockRun) -> npt.NDArray[np.bool_]:
-    """Whether each block of a run has the name of an earlier block, [blocks]."""
-    names = run.keys.names()
-    first = dict(zip(reversed(names), range(len(names) - 1, -1, -1), strict=True))
-    return np.array([first[name] != index for index, name in enumerate(names)], bool)

@@ -14,8 +14,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,7 @@ class _Job:
     run: BlockRun | None = None
 
 
-class HostTier:
+class HostTier(AbstractContextManager["HostTier"]):
     """Blocks in memory; a `Tier`. Raises ConfigError for a buffer that holds no block."""
 
     name = "host"
@@ -76,9 +76,6 @@ class HostTier:
         self._is_closed = False
         self._thread: JobThread[_Job] = JobThread("foreword-host", self._work, MAX_QUEUED_BYTES)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close(PATIENCE_S)

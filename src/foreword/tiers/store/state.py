@@ -48,7 +48,8 @@ class CircuitBreaker:
         self._first_pause_s, self._longest_pause_s = first_pause_s, longest_pause_s
         self._monotonic = monotonic
         self._lock = threading.Lock()
-        self._state = "closed"
+        self.state = "closed"
+        """`closed`, `open` or `half-open`."""
         self._failures = 0
         self._pause_s = first_pause_s
         self._try_at = 0.0
@@ -56,13 +57,8 @@ class CircuitBreaker:
         """The number of times that it went from closed to open."""
 
     @property
-    def state(self) -> str:
-        """`closed`, `open` or `half-open`."""
-        return self._state
-
-    @property
     def is_closed(self) -> bool:
-        return self._state == "closed"
+        return self.state == "closed"
 
     @property
     def seconds_to_try(self) -> float:
@@ -72,11 +68,11 @@ class CircuitBreaker:
     def may_try(self) -> bool:
         """Whether the caller may go on: always if closed, else one caller after each pause."""
         with self._lock:
-            if self._state == "closed":
+            if self.state == "closed":
                 return True
             if self._monotonic() < self._try_at:
                 return False
-            self._state = "half-open"
+            self.state = "half-open"
             # If the caller never reports how its try ended, another caller may try after the pause.
             self._try_at = self._monotonic() + self._pause_s
             return True
@@ -84,17 +80,17 @@ class CircuitBreaker:
     def succeeded(self) -> bool:
         """Close the breaker. True if it was not closed."""
         with self._lock:
-            was_closed = self._state == "closed"
-            self._state, self._failures, self._pause_s = "closed", 0, self._first_pause_s
+            was_closed = self.state == "closed"
+            self.state, self._failures, self._pause_s = "closed", 0, self._first_pause_s
             return not was_closed
 
     def failed(self) -> bool:
         """Count a failure. True if this failure opens the closed breaker."""
         with self._lock:
-            if self._state == "half-open":
+            if self.state == "half-open":
                 self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
                 self._open()
-            elif self._state == "closed":
+            elif self.state == "closed":
                 self._failures += 1
                 if self._failures >= self._max_failures:
                     self.num_trips += 1
@@ -104,11 +100,11 @@ class CircuitBreaker:
 
     def trip(self) -> None:
         with self._lock:
-            self.num_trips += self._state == "closed"
+            self.num_trips += self.state == "closed"
             self._open()
 
     def _open(self) -> None:
-        self._state = "open"
+        self.state = "open"
         self._try_at = self._monotonic() + self._pause_s
 
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -67,9 +67,9 @@ class StoreAsker:
         self._pending: set[bytes] = set()
         """Blocks that were asked for without a ticket and have no answer yet."""
 
-    def probe(self, names: list[bytes], deadline_s: float, on_done: DoneCallback | None) -> Ticket:
-        """Find out which blocks are there, PRESENT or MISSING, from memory where the answer is known."""
-        ticket = Ticket(len(names), deadline_s=deadline_s, on_done=on_done)
+    def probe(self, keys: BlockKeys, *, deadline_s: float = 0.05, on_done: DoneCallback | None = None) -> Ticket:
+        """See `Tier.probe`. The server is asked for blocks that the view does not know."""
+        ticket, names = Ticket(len(keys), deadline_s=deadline_s, on_done=on_done), keys.names()
         if not self._state.closing.is_set() and self._state.breaker.is_closed:
             present, unknown = self._state.view.look(names)
             ticket.settle(np.flatnonzero(present), Outcome.PRESENT)
@@ -180,15 +180,17 @@ class StoreLoader:
         self._undeleted = RareWarning(logger, "bad values could not be deleted from the store: %s")
         self.thread: JobThread[Load] = JobThread("foreword-store-load", self._load, state.options.max_queued_load_bytes)
 
-    def add(
+    def load(
         self,
-        names: list[bytes],
-        payload_bytes: list[int],
+        keys: BlockKeys,
+        payload_bytes: npt.NDArray[np.int64],
         sink: BlockSink,
+        *,
         deadline_s: float,
-        on_done: DoneCallback | None,
+        on_done: DoneCallback | None = None,
     ) -> Ticket:
-        """Queue a load; a full queue or an open breaker ends its ticket at once."""
+        """See `Tier.load`. A full queue ends its ticket at once, an open breaker too: all blocks are IO_ERROR."""
+        names = keys.names()
 
         def before_done(outcomes: npt.NDArray[np.uint8]) -> None:
             failed = np.flatnonzero(np.isin(outcomes, FORGOTTEN))
@@ -196,12 +198,16 @@ class StoreLoader:
             self._state.count_load(outcomes)
 
         ticket = Ticket(len(names), deadline_s=deadline_s, before_done=before_done, on_done=on_done)
-        load = Load(names, payload_bytes, sink, ticket, time.monotonic() + deadline_s)
+        load = Load(names, payload_bytes.tolist(), sink, ticket, time.monotonic() + deadline_s)
         if self._state.breaker.is_closed or self._state.closing.is_set():
-            self.thread.add(load, sum(payload_bytes))
+            self.thread.add(load, int(payload_bytes.sum()))
         else:
             ticket.finish(Outcome.IO_ERROR)
         return ticket
+
+    def estimate_load_s(self, num_bytes: int) -> float:
+        """See `Tier.estimate_load_s`."""
+        return self.rate.estimate_s(self.thread.amount + num_bytes)
 
     def _load(self, load: Load) -> None:
         if load.ticket.done or not self._state.breaker.is_closed:
@@ -294,11 +300,11 @@ class StoreWriter:
             "foreword-store-write", self._store, state.options.max_queued_store_bytes
         )
 
-    def add(self, names: list[bytes], run: BlockRun, on_done: DoneCallback | None) -> Ticket:
-        """Queue a run; a full queue or an open breaker drops it at once."""
-        ticket = Ticket(len(names), before_done=self._state.count_store, on_done=on_done)
+    def store(self, run: BlockRun, *, on_done: DoneCallback | None = None) -> Ticket:
+        """See `Tier.store`. NO_ROOM while the breaker is open or the server refuses to write."""
+        ticket = Ticket(len(run.keys), before_done=self._state.count_store, on_done=on_done)
         if self._state.breaker.is_closed or self._state.closing.is_set():
-            self.thread.add(Store(names, run, ticket), int(run.payload_bytes.sum()))
+            self.thread.add(Store(run.keys.names(), run, ticket), int(run.payload_bytes.sum()))
         else:
             ticket.finish(Outcome.NO_ROOM)
         return ticket
@@ -323,10 +329,9 @@ class StoreWriter:
             [names[index] for index, here in zip(ask, replies, strict=True) if here], self._present_s(store)
         )
         is_present[ask] = replies
-        first = dict(zip(reversed(names), reversed(range(len(names))), strict=True))
-        absent = [index for index, name in enumerate(names) if first[name] == index and not is_present[index]]
-        store.ticket.settle(np.setdiff1d(np.arange(len(names)), absent), Outcome.PRESENT)
-        return absent
+        is_present |= store.run.repeats()
+        store.ticket.settle(np.flatnonzero(is_present), Outcome.PRESENT)
+        return np.flatnonzero(~is_present).tolist()
 
     def _write(self, store: Store, indices: list[int], link: Link) -> None:
         run, ticket = store.run, store.ticket
@@ -371,7 +376,7 @@ class StoreWriter:
         return min(self._state.options.present_s, ttl_s)
 
 
-class ValkeyTier:
+class ValkeyTier(AbstractContextManager["ValkeyTier"]):
     """Blocks in a Valkey or Redis server; a `Tier`.
 
     Raises ConfigError for URLs, options and key files that cannot be used, and if the server refuses the user. A server
@@ -389,6 +394,9 @@ class ValkeyTier:
         state = StoreState(options, server, ValueFormat(secret), StoreView(options.max_known), breaker, room)
         self._state = state
         self._asker, self._loader, self._writer = StoreAsker(state), StoreLoader(state), StoreWriter(state)
+        self.probe, self.store = self._asker.probe, self._writer.store
+        self.load, self.estimate_load_s = self._loader.load, self._loader.estimate_load_s
+        """See `Tier`."""
         if secret is None and not server.is_local:
             logger.warning(
                 "values in the store %s are not signed: whoever else can write there can change answers; give all "
@@ -400,9 +408,6 @@ class ValkeyTier:
         self._asker.thread.start()
         self._loader.thread.start()
         self._writer.thread.start()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close(PATIENCE_S)
@@ -420,28 +425,6 @@ class ValkeyTier:
             self._asker.ask([names[at] for at in np.flatnonzero(unknown)])
         self._state.count(num_looked_up=len(keys), num_found=int(np.count_nonzero(present)))
         return present
-
-    def probe(self, keys: BlockKeys, *, deadline_s: float = 0.05, on_done: DoneCallback | None = None) -> Ticket:
-        return self._asker.probe(keys.names(), deadline_s, on_done)
-
-    def load(
-        self,
-        keys: BlockKeys,
-        payload_bytes: npt.NDArray[np.int64],
-        sink: BlockSink,
-        *,
-        deadline_s: float,
-        on_done: DoneCallback | None = None,
-    ) -> Ticket:
-        """Begin to load blocks into `sink`; see `Tier.load`. While the breaker is open, all blocks are IO_ERROR."""
-        return self._loader.add(keys.names(), payload_bytes.tolist(), sink, deadline_s, on_done)
-
-    def estimate_load_s(self, num_bytes: int) -> float:
-        return self._loader.rate.estimate_s(self._loader.thread.amount + num_bytes)
-
-    def store(self, run: BlockRun, *, on_done: DoneCallback | None = None) -> Ticket:
-        """Begin to store a run; see `Tier.store`. NO_ROOM while the breaker is open or the server refuses to write."""
-        return self._writer.add(run.keys.names(), run, on_done)
 
     def forget(self, keys: BlockKeys) -> None:
         """Let `lookup` not find these blocks until this process stores them again. Other processes still find them."""

@@ -30,7 +30,7 @@ from foreword.tiers.disk.directory import (
     segments_in,
     unusable,
 )
-from foreword.tiers.disk.files import RealFiles, Space, close_quietly, physical_bytes
+from foreword.tiers.disk.files import RealFiles, Space, close_quietly, opened, physical_bytes
 from foreword.tiers.disk.manifest import Facts, Manifests, read_manifests
 from foreword.tiers.disk.segments import Damage, RunHeader, scan_runs
 from foreword.tiers.tier import GROUP_APART, PINNED
@@ -95,16 +95,10 @@ class Survey:
     def runs(self, segment: SegmentFile) -> Iterator[RunHeader | Damage]:
         """The runs of a segment. If it cannot be read, they end early, and `unreadable` gets it unless it is gone."""
         try:
-            fd = self.files.open_for_reading(segment.path)
+            with opened(self.files, segment.path) as fd:
+                yield from scan_runs(self.files, fd, 0, segment.num_bytes, uncached=False)
         except OSError as error:
             self.note_unreadable(segment.path, error)
-            return
-        try:
-            yield from scan_runs(self.files, fd, 0, segment.num_bytes, uncached=False)
-        except OSError as error:
-            self.note_unreadable(segment.path, error)
-        finally:
-            close_quietly(self.files, fd)
 
     def note_unreadable(self, path: Path, error: OSError) -> None:
         """Keep the reason, unless the file is gone: its process may evict it at any moment."""
@@ -186,15 +180,12 @@ def _survey(files: RealFiles, path: Path) -> Survey:
 
 def _home(files: RealFiles, folder: Path) -> Home:
     try:
-        lock = files.open_for_reading(folder / LOCK_NAME)
+        with opened(files, folder / LOCK_NAME) as lock:
+            # A process that looks for a dead process's folder at this moment makes a new folder.
+            is_live = not files.try_lock(lock)
+            return Home(folder, is_live, _holder(files.fstat(lock)) if is_live else None)
     except FileNotFoundError:
         return Home(folder, False, None)
-    try:
-        # A process that looks for a dead process's folder at this moment makes a new folder.
-        is_live = not files.try_lock(lock)
-        return Home(folder, is_live, _holder(files.fstat(lock)) if is_live else None)
-    finally:
-        close_quietly(files, lock)
 
 
 def _holder(status: os.stat_result) -> int | None:
