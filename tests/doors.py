@@ -60,7 +60,7 @@ def given_up_in(manager: KVCacheManager) -> Any:
 
 def num_given_up(manager: KVCacheManager) -> int:
     """The number of free blocks that closed sessions gave up."""
-    return pool_of(manager).num_given_up
+    return len(pool_of(manager)._given_up.free)
 
 
 def pending_copies(manager: KVCacheManager) -> list[tuple[int, int]]:

@@ -108,11 +108,12 @@ from foreword.cache.keys.hashing import (
     chain_root as chain_root,
     hash_block_tokens as hash_block_tokens,
     hash_blocks as hash_blocks,
+    jump_span as jump_span,
+    linked_span as linked_span,
     make_hash_function as make_hash_function,
     sha256 as sha256,
     sha256_cbor as sha256_cbor,
 )
-from foreword.cache.keys.links import jump_span as jump_span, linked_span as linked_span
 from foreword.cache.keys.sequence import TokenSequence as TokenSequence, common_length as common_length
 from foreword.cache.manager import BlockState as BlockState, KVCacheManager as KVCacheManager
 from foreword.cache.payloads import PayloadCache as PayloadCache, PayloadHit as PayloadHit, Spill as Spill

@@ -122,7 +122,6 @@ class KVCacheManager(EntryKeeper):
         self._row_of: dict[str, int] = {}
         """Request id -> row in the tables of all groups, of the requests that hold blocks."""
         self._not_looked_up = replace(coordinator.nothing, skipped=True)
-        coordinator.reserve()
         self.below: Below | None = None
         """Says, for explanations, why the tiers below the pool lack a block; None: there are no tiers."""
         self._explanations: dict[int, LookupExplanation] = {}

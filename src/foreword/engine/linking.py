@@ -5,7 +5,7 @@ sources as ordinary requests, which leave ordinary blocks: a source is exact, an
 
     waiting    the first linked request in the queue holds the sources that are there, while others are computed
     admitted   it holds them until the step that copies them is settled; it writes only to blocks of its own
-    later      only equal compositions find its blocks, under keys that name the runs (cache/keys/links.py)
+    later      only equal compositions find its blocks, under keys that name the runs (cache/keys/hashing.py)
 
 Only one waiting request holds sources; otherwise two requests could wait for each other's blocks. Intake refuses a
 request that does not fit into the empty pool together with its sources.

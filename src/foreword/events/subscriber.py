@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from weakref import WeakSet
 
 import zmq
@@ -31,7 +32,7 @@ MOST_AT_ONCE = 1000
 """Messages to read from one socket before other sockets get their turn."""
 
 
-class Subscriber:
+class Subscriber(AbstractContextManager["Subscriber"]):
     """Feeds a follower of one publisher. `poll` reads what has arrived; `close` ends it."""
 
     def __init__(
@@ -124,9 +125,6 @@ class Subscriber:
             opened.close(linger=0)
         if self._owns_context:
             self._context.destroy(linger=0)
-
-    def __enter__(self) -> Subscriber:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

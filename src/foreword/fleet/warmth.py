@@ -45,8 +45,6 @@ PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 class HotPrefix:
     """A cached prefix that requests used."""
 
-    key: Key
-    """Key of its last block."""
     keys: list[Key]
     """Keys of all its blocks."""
     prompt: Prompt
@@ -79,7 +77,7 @@ class HotPrefixes:
             length = num_blocks * self._block_tokens
             begun = prompt.begun()  # an adapter begins where it does in the whole prompt
             cut = Prompt(np.array(prompt.token_ids[:length]), None, begun.extra_keys, adapter=begun.adapter)
-            prefix = self._prefixes[key] = HotPrefix(key, keys[:num_blocks], cut, 0.0, self._num_notes)
+            prefix = self._prefixes[key] = HotPrefix(keys[:num_blocks], cut, 0.0, self._num_notes)
             self._num_tokens += length
         prefix.weight = self._faded(prefix) + 1.0
         prefix.last = self._num_notes
@@ -129,7 +127,7 @@ class Warmth:
         return [
             prefix
             for prefix in self._hot.hottest(HAND_OVER_TOKENS, LEAST_USES)
-            if prefix.key in lost and not any(prefix.key in held for held in mirrors.values())
+            if prefix.keys[-1] in lost and not any(prefix.keys[-1] in held for held in mirrors.values())
         ]
 
     def warm_up(self, name: str, hot: Sequence[HotPrefix], then: Callable[[], None]) -> None:

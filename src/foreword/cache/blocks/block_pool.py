@@ -69,10 +69,6 @@ class BlockPool:
     def get_num_free_blocks(self) -> int:
         return len(self._free) + len(self._tails.free) + len(self._given_up.free)
 
-    @property
-    def num_given_up(self) -> int:
-        return len(self._given_up.free)
-
     def get_usage(self) -> float:
         """Share of the blocks held by requests, 0.0 to 1.0."""
         return 1.0 - self.get_num_free_blocks() / self.num_blocks

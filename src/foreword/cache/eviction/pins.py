@@ -249,9 +249,6 @@ class PinnedPolicy:
     def num_empty(self) -> int:
         return self.inner.num_empty
 
-    def __contains__(self, block_id: int) -> bool:
-        return bool(self._is_free[block_id])
-
     def append(self, block_ids: BlockIds) -> None:
         self._is_free[block_ids] = True
         if not self.num_pinned:

@@ -35,9 +35,6 @@ class EvictionPolicy(Protocol):
     def num_empty(self) -> int:
         """The number of free blocks that hold nothing; they are given away first."""
 
-    def __contains__(self, block_id: int) -> bool:
-        """Whether the block is free."""
-
     def append(self, block_ids: BlockIds) -> None:
         """Add held blocks that became free, in the order given.
 
@@ -142,9 +139,6 @@ class EmptyFirstPolicy(ABC):
     @property
     def num_empty(self) -> int:
         return len(self._empty)
-
-    def __contains__(self, block_id: int) -> bool:
-        return bool(self._is_free[block_id])
 
     def append(self, block_ids: BlockIds) -> None:
         cached, empty = self._divide(block_ids)

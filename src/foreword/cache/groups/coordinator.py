@@ -67,6 +67,8 @@ class KVCacheCoordinator(ABC):
         self.has_quiet_steps = self._only_appends and not self._releases
         """Whether nothing changes while a row grows within a block."""
         self.nothing = PrefixHit((NO_BLOCKS,) * len(groups), None, 0, 0)
+        for manager in self.managers:
+            manager.reserve(self.pool)
 
     # ------------------------------------------------------------------ lookup
 
@@ -206,11 +208,6 @@ class KVCacheCoordinator(ABC):
 
     def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         return sum(manager.max_num_blocks(num_tokens, max_step_tokens) for manager in self.managers)
-
-    def reserve(self) -> None:
-        """Take the blocks that belong to no request (sinks). Call it once, first."""
-        for manager in self.managers:
-            manager.reserve(self.pool)
 
     def held_forever(self) -> BlockIds:
         return np.concatenate([manager.held_forever() for manager in self.managers])

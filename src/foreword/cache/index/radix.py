@@ -44,7 +44,7 @@ from foreword.cache.index.prefix_index import (
 )
 from foreword.cache.keys.hashing import ExtraKeys, TokenArray
 from foreword.cache.keys.sequence import TokenSequence, common_length
-from foreword.cache.keys.span_numbers import Placed, SpanNumbers, placed_spans, placed_stretches
+from foreword.cache.keys.span_numbers import SpanNumbers, placed_spans, placed_stretches
 
 Namespace = tuple[str | None, str | None, str | None]
 NOT_INDEXED = -1
@@ -205,10 +205,7 @@ class RadixIndex:
 
     def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         size = self._block_size
-        placed = placed_stretches(sequence.extra_keys, sequence.token_ids)
-        if placed:
-            self._know(placed)
-        tokens = self._tokens(sequence)[: (first + len(block_ids)) * size]
+        tokens = self._known_tokens(sequence)[: (first + len(block_ids)) * size]
         node, position = self._start(sequence, first * size)
         while position < len(tokens):
             below = node.children.get(int(tokens[position]))
@@ -245,10 +242,7 @@ class RadixIndex:
         is_indexed = self._node_id_of[block_id] != NOT_INDEXED or block_id in self._original_of
         if not self.keeps_tails or start == num_tokens or is_indexed:
             return False
-        placed = placed_stretches(sequence.extra_keys, sequence.token_ids)
-        if placed:
-            self._know(placed)
-        tokens = self._tokens(sequence)[:num_tokens]
+        tokens = self._known_tokens(sequence)[:num_tokens]
         node, position = self._start(sequence, start)
         passed: list[RadixNode] = []
         while position == node.end and position < num_tokens:
@@ -420,8 +414,14 @@ class RadixIndex:
         placed = placed_stretches(sequence.extra_keys, sequence.token_ids)
         return self._spans.replace(sequence.token_ids, placed) if placed else sequence.token_ids
 
-    def _know(self, placed: Sequence[Placed]) -> None:
-        """Give numbers to these stretches. If there are too many numbers, first forget those that no node contains."""
+    def _known_tokens(self, sequence: TokenSequence) -> TokenArray:
+        """`_tokens`, once all stretches of the sequence have numbers.
+
+        If there are too many numbers, first forget those that no node contains.
+        """
+        placed = placed_stretches(sequence.extra_keys, sequence.token_ids)
+        if not placed:
+            return sequence.token_ids
         if self._spans.is_full(placed):
             nodes = list(self._nodes.values())
             for node, tokens in zip(nodes, self._spans.keep(node.tokens.copy() for node in nodes), strict=True):
@@ -429,6 +429,7 @@ class RadixIndex:
             for node in nodes:
                 node.children = {int(child.tokens[0]): child for child in node.children.values()}
         self._spans.add(placed)
+        return self._spans.replace(sequence.token_ids, placed)
 
     # -------------------------------------------------------------------- view
 

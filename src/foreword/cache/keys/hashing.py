@@ -116,7 +116,7 @@ class KeyedSpan:
     """Tokens of a prompt whose KV depends on more than the token ids up to them."""
 
     kind: SpanKind
-    """media: placeholders of an image, sound or video. link: tokens that are copied (`keys/links.py`). jump: a token
+    """media: placeholders of an image, sound or video. link: tokens that are copied (`linked_span`). jump: a token
     whose position jumps."""
     digest: str
     """A digest of what their KV depends on besides, such as the content of a picture and how it was prepared."""
@@ -127,6 +127,30 @@ class KeyedSpan:
     @property
     def end(self) -> int:
         return self.offset + self.num_tokens
+
+
+def linked_span(source_key: BlockHash, first: int, num_tokens: int, *, index: int, position: int) -> KeyedSpan:
+    """The name of a run of `num_tokens` tokens at `index`, from the source's token number `first` on.
+
+    A block that holds linked tokens has keys of its own, like a block that holds an image: a plain prompt never finds
+    it, and all keys after it in the chain differ too. So approximate KV cannot mix with exact KV. The name says
+    everything on which the run's KV depends besides the model, the salt and the tokens before it:
+
+        SHA-256( key of the source's block in which the run ends | first, number of tokens, position )
+
+    The source's key stands for all of the source up to there, and for its salt. Tokens that are computed in the prompt
+    need no name: their KV depends on the tokens before them, which the chain knows, and on their own positions.
+    """
+    content = b"%b|%d|%d|%d" % (source_key, first, num_tokens, position)
+    return KeyedSpan("link", hashlib.sha256(content).hexdigest(), index, num_tokens)
+
+
+def jump_span(token_id: int, *, index: int, position: int) -> KeyedSpan:
+    """The name of a computed token whose position does not follow that of the token before it.
+
+    It includes the token id: an index of tokens has the span's number in the token's place.
+    """
+    return KeyedSpan("jump", f"{position}:{token_id}", index, 1)
 
 
 @dataclass(frozen=True, slots=True)
