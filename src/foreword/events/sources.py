@@ -57,7 +57,7 @@ def find_source(url: str, rank: int | None = None) -> EventSource:
     answer, host = ranks[rank], parts.hostname or ""
     replay = answer.get("replay_endpoint")
     topic = str(answer.get("topic") or "")
-    source = EventSource(_reachable(answer["endpoint"], host), replay and _reachable(replay, host), topic)
+    source = EventSource(reachable(answer["endpoint"], host), replay and reachable(replay, host), topic)
     for name, address in (("endpoint", source.events), ("replay_endpoint", source.replay)):
         if address and is_loopback(urlsplit(address).hostname) and not is_here(host):
             raise ConfigError(
@@ -98,8 +98,8 @@ def _read(answer: Any) -> dict[int, dict[str, Any]]:
     return {int(rank): source for rank, source in answer.items() if source.get("publisher", "zmq") == "zmq"}
 
 
-def _reachable(address: str, host: str) -> str:
-    """The address with this host in place of a wildcard."""
+def reachable(address: str, host: str) -> str:
+    """An address at which a socket listens, as other machines see it: tcp://0.0.0.0:5557 -> tcp://HOST:5557."""
     host = f"[{host}]" if ":" in host else host
     for wildcard in ("*", "0.0.0.0", "[::]", "::"):
         if address.startswith(f"tcp://{wildcard}:"):

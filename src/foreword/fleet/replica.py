@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from foreword.cluster import ReplicaSpec
 from foreword.errors import ForewordError
+from foreword.events.sources import reachable
 from foreword.fleet.front import EngineFacts
 from foreword.fleet.messages import Codec, Complete, PromptComputed, Queued, Refused, Submission, Told, asked_for
 from foreword.llm import LLM
@@ -128,12 +129,6 @@ class Replica:
         except Exception as error:
             result = Refused.of(from_error(error))
         return pickle.dumps(result)
-
-
-def reachable(address: str, host: str) -> str:
-    """An address at which a socket listens, as other machines see it: tcp://0.0.0.0:5557 -> tcp://HOST:5557."""
-    port = address.rpartition(":")[2]
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _computed(output: RequestOutput, clock: float) -> PromptComputed:

@@ -90,21 +90,11 @@ class FreeKVCacheBlockQueue:
             self._head += count
         else:
             block_ids = self._take_alive(count)
-            if len(block_ids) < count:
-                block_ids = np.concatenate((block_ids, self._take_missing(count - len(block_ids))))
         self._place[block_ids] = NOT_QUEUED
         self._num_free -= count
         return block_ids
 
-    def _take_alive(self, num_entries: int) -> BlockIds:
-        """Take the alive blocks of the next entries, and move the head past those entries."""
-        end = self._head + num_entries
-        window = self._buffer[self._head : end]
-        block_ids = window.compress(self._place.take(window) == np.arange(self._head, end, dtype=np.int32))
-        self._head = end
-        return block_ids
-
-    def _take_missing(self, count: int) -> BlockIds:
+    def _take_alive(self, count: int) -> BlockIds:
         """Take the next `count` alive blocks, and move the head past the last of them."""
         parts: list[BlockIds] = []
         missing = count

@@ -233,12 +233,10 @@ class _Hazards:
         return self._chance
 
     def _update(self) -> None:
-        if self._settled is not None:
-            self._compute(*self._settled)
-            self._settled = None
-
-    def _compute(self, hit: FloatArray, reached: FloatArray) -> None:
-        hazards = np.minimum(_estimates(hit, reached), 0.98)
+        if self._settled is None:
+            return
+        hazards = np.minimum(_estimates(*self._settled), 0.98)
+        self._settled = None
         num_bins = hazards.shape[1]
         for start in range(num_bins):
             later = hazards[:, start:]

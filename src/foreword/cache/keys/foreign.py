@@ -12,6 +12,7 @@ import hashlib
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from foreword.cache.keys import cbor
 from foreword.cache.keys.hashing import check_token_id, make_hash_function
@@ -86,13 +87,9 @@ def _vllm_extra(context: Context, start: int, end: int) -> tuple[tuple[object, .
 
 
 def _vllm_hash(algorithm: str) -> Callable[[object], bytes]:
-    encode = cbor.encode if algorithm.endswith("_cbor") else _pickled
+    encode = cbor.encode if algorithm.endswith("_cbor") else partial(pickle.dumps, protocol=5)
     function = make_hash_function(algorithm)
     return lambda value: function(encode(value))
-
-
-def _pickled(value: object) -> bytes:
-    return pickle.dumps(value, protocol=5)
 
 
 def sglang_keys(token_ids: Sequence[int], page_tokens: int, context: Context) -> list[bytes]:
