@@ -1,13 +1,12 @@
 """Mirrors of replicas: equal to the pool whatever order its events come in, or openly unknown."""
 
-import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.cache import AllBlocksCleared, BlockRemoved, BlockStored, CacheLedger, EventLog
 from foreword.cluster import EventBatch, ReplicaMirror
-from foreword.cluster.holders import HolderIndex, slots_of
+from foreword.cluster.holders import HolderIndex
 from foreword.cluster.reuse_ages import ReuseAges
 from foreword.replay.caches import ManagerCache, as_sequence
 from foreword.replay.keys import as_content_ids, chain
@@ -216,10 +215,3 @@ def test_a_search_finds_what_the_walk_finds_on_the_mirrors_of_radix_pools(prompt
     for slot in range(40):  # more depths than a search is made for
         index.add(deep[: slot + 1], slot)
     assert index.depths(deep, (1 << 40) - 1, 40, closed=True).tolist() == list(range(1, 41))
-
-
-def test_the_bits_of_large_numbers_are_found():
-    rng = random.Random(0)
-    for size in (1, 5, 9, 700):
-        chosen = rng.sample(range(2000), size)
-        assert sorted(slots_of(sum(1 << each for each in chosen))) == sorted(chosen)

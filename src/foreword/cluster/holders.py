@@ -35,8 +35,6 @@ Key = Hashable
 """A block's key: `BlockHash` of foreword's replicas, integers of others."""
 MAX_LEVELS = 24
 """Up to this number of different depths, a search is faster than a walk."""
-FEW_BITS = 8
-"""Up to this number of bits, finding them one by one is faster than numpy."""
 
 
 class HolderIndex:
@@ -76,16 +74,7 @@ class HolderIndex:
         `closed` promises that a replica with a block has all blocks before it. Then a search replaces the walk, unless
         replicas end at very many depths.
         """
-        depths = np.zeros(num_slots, np.int64)
-        slots: list[int] = []
-        depth_of: list[int] = []
-        deeper = 0
-        for depth, mask in self._levels(keys, among, closed):
-            ending = slots_of(mask ^ deeper)
-            slots += ending
-            depth_of += [depth] * len(ending)
-            deeper = mask
-        depths[slots] = depth_of
+        depths: Int64Array = self.depths_of_each([keys], among, num_slots, closed)[0]
         return depths
 
     def depths_of_each(
@@ -145,18 +134,6 @@ class HolderIndex:
             low, mask = high, mask & get(keys[high - 1], 0)
         levels.reverse()
         return levels
-
-
-def slots_of(mask: int) -> list[int]:
-    """The numbers of the bits that are set."""
-    if mask.bit_count() > FEW_BITS:
-        raw = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
-        return np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist()
-    slots = []
-    while mask:
-        slots.append(mask.bit_length() - 1)
-        mask ^= 1 << slots[-1]
-    return slots
 
 
 class CopiedRun(NamedTuple):

@@ -8,7 +8,7 @@ The coordinator reports what it indexes and forgets. The ledger answers:
 - how often each block was reused (`num_reuses`), and how many blocks were forgotten, by cause (`evictions`),
 - what changed, if it has an `EventLog`.
 
-A hit costs one append to a list; each stored, forgotten or missed block costs O(1).
+Each hit, stored, forgotten or missed block costs O(1).
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from foreword.cache.block_ids import BlockIds, are_distinct
 from foreword.cache.keys.hashing import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from foreword.cache.keys.sequence import TokenSequence, common_length, keys_of_group
 
-MAX_UNCOUNTED_HITS = 64
-"""Most hits that wait to be counted. All waiting hits are also counted when blocks are forgotten or counts are read."""
 MAX_COMPARED = 64
 """Limit of the evicted tails to compare after one prefix; the latest are compared."""
 
@@ -419,8 +417,6 @@ class CacheLedger:
         self.clock = clock
         self.groups: list[GroupLedger] = []
         self._num_reuses: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
-        self._hits: list[BlockIds] = []
-        """Hits that `_num_reuses` does not count yet."""
         self.evictions: Counter[EvictionCause] = Counter()
         """The number of findable blocks forgotten since the start, by cause."""
         self.tails = TailAccount(num_blocks)
@@ -445,24 +441,15 @@ class CacheLedger:
         for group in self.groups:
             self.evictions[cause] += group.removed(block_ids, eviction)
         self.tails.removed(block_ids, None if cause is EvictionCause.DUPLICATE else eviction)
-        self._count_hits()
         self._num_reuses[block_ids] = 0
 
     def note_hit(self, block_ids: BlockIds) -> None:
-        """Record that a request reused these (distinct) blocks. Keeps the array itself, not a copy."""
-        self._hits.append(block_ids)
-        if len(self._hits) > MAX_UNCOUNTED_HITS:
-            self._count_hits()
+        """Record that a request reused these (distinct) blocks."""
+        self._num_reuses[block_ids] += 1
 
     def num_reuses(self) -> npt.NDArray[np.int64]:
         """The number of reuses of each block since it got its current content, [num_blocks] (a copy)."""
-        self._count_hits()
         return self._num_reuses.copy()
-
-    def _count_hits(self) -> None:
-        for block_ids in self._hits:
-            self._num_reuses[block_ids] += 1
-        self._hits.clear()
 
     def num_under_salt(self, prefix: str) -> int:
         """The number of findable keys and tails under salts that start with `prefix`, without duplicates."""
@@ -477,7 +464,6 @@ class CacheLedger:
         for group in self.groups:
             group.cleared()
         self.tails.cleared()
-        self._hits.clear()
         self._num_reuses.fill(0)
         if self.events is not None:
             self.events.append(AllBlocksCleared())

@@ -85,7 +85,7 @@ class FreeKVCacheBlockQueue:
     def popleft(self, count: int) -> BlockIds:
         """Take `count` blocks from the head; the caller has checked `count <= len(self)`."""
         assert count <= self._num_free
-        if self._num_free == self._tail - self._head:  # no stale entry
+        if not count or self._num_free == self._tail - self._head:  # no stale entry
             block_ids = self._buffer[self._head : self._head + count].copy()
             self._head += count
         else:

@@ -28,8 +28,6 @@ from foreword.cache.index.prefix_index import PartialBlock, PrefixHit, PrefixInd
 from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 
-MAX_NOTES = 1024
-"""The number of notes about filled blocks to keep before they are gathered; most steps never need the notes."""
 SequenceOfRow = Callable[[int], TokenSequence]
 Keys = Sequence[BlockHash]
 
@@ -55,8 +53,8 @@ class KVCacheCoordinator(ABC):
         self.index = index
         """The blocks that can be found."""
         self._ledger = ledger
-        self.indexed_now: set[int] = set()
-        self._noted: list[BlockIds] = []
+        self._filling: set[int] = set()
+        """The blocks that this step fills."""
         self.tables = MultiGroupBlockTable(len(groups))
         self.managers = tuple(
             make_group_manager(spec, tables, self.alignment)
@@ -170,13 +168,12 @@ class KVCacheCoordinator(ABC):
 
     def begin_step(self) -> None:
         """Begin a new batch: the blocks that were indexed before have been computed."""
-        self.indexed_now.clear()
-        self._noted.clear()
+        self._filling.clear()
         if self._ledger is not None:
             self._ledger.begin_step()
 
     def _note_indexed(self, block_ids: BlockIds, first: int) -> None:
-        """Note that this step fills these blocks (a copy): a prefix's blocks from number `first` on."""
+        """Note that this step fills these blocks: a prefix's blocks from number `first` on."""
         self._note_indexed_each(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
 
     def _note_adopted(self, block_ids: BlockIds, first: int) -> None:
@@ -184,21 +181,13 @@ class KVCacheCoordinator(ABC):
         self.pool.note_cached(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
 
     def _note_indexed_each(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        """Note that this step fills these blocks (a copy); `depths` are their numbers in their prefixes."""
+        """Note that this step fills these blocks; `depths` are their numbers in their prefixes."""
         self.pool.note_cached(block_ids, depths)
-        self._noted.append(block_ids)
-        if len(self._noted) > MAX_NOTES:
-            self._gather_notes()
+        self._filling.update(block_ids.tolist())
 
     def fills(self, block_ids: Iterable[int]) -> bool:
         """Whether this step fills any of these blocks: they may be indexed, but must not be copied or read yet."""
-        self._gather_notes()
-        return not self.indexed_now.isdisjoint(block_ids)
-
-    def _gather_notes(self) -> None:
-        for block_ids in self._noted:
-            self.indexed_now.update(block_ids.tolist())
-        self._noted.clear()
+        return not self._filling.isdisjoint(block_ids)
 
     # -------------------------------------------------------------- allocation
 

@@ -107,15 +107,10 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
                 return
             num_lasting = _num_lasting(sequence, first, len(block_ids))
             self._note_indexed(block_ids[:num_lasting], first)
-            self._note_linked(block_ids[num_lasting:])
-            self._report(sequence, first, block_ids, row)
-
-    def _note_linked(self, block_ids: BlockIds) -> None:
-        """Note that this step fills these blocks with linked text. They go early: a copy rebuilds them."""
-        if len(block_ids):
-            self._noted.append(block_ids)
-            for block_id in block_ids.tolist():
+            for block_id in block_ids[num_lasting:].tolist():  # of linked text, which goes early: a copy rebuilds it
+                self._filling.add(block_id)
                 self.pool.note_tail(block_id)
+            self._report(sequence, first, block_ids, row)
 
     def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         """Index a tail. Events do not report tails, which have no keys: listeners count full blocks."""
@@ -129,7 +124,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         tail = np.array([block_id], np.int32)
         if not self.pool.count_held_once(tail) or not self.index.insert_tail(sequence, num_tokens, block_id):
             return
-        self._noted.append(tail)  # a step that still runs may fill it, too late for a copy in this step
+        self._filling.add(block_id)  # a step that still runs may fill it, too late for a copy in this step
         self.pool.note_tail(block_id)
         if self._ledger is not None:
             self._ledger.tails.stored(sequence, num_tokens, block_id)
