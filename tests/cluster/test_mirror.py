@@ -1,6 +1,5 @@
 """Mirrors of replicas: equal to the pool whatever order its events come in, or openly unknown."""
 
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -241,7 +241,8 @@ class Publisher:
         self.note = self._feed.note
         """Gives an event to the publisher. Only the engine's thread may call it. It never waits."""
         self._next_seq = 0
-        self._replays: deque[tuple[int, bytes]] = deque(maxlen=max_kept_batches)
+        self._max_kept_batches = max_kept_batches
+        self._replays: deque[tuple[int, bytes]] = deque()
         """Numbers and payloads of the newest batches."""
         self._replay_bytes = 0
         self._snapshot: _Snapshot | None = None
@@ -340,17 +341,12 @@ class Publisher:
         payload = self._format.batch(events, time.time(), publisher_id)
         self._sockets["kv_events"].send_multipart((self._topic, encode_seq(self._next_seq), payload))
         if "kv_events_replay" in self._sockets:
-            if len(self._replays) == self._replays.maxlen:
-                self._forget_oldest()
             self._replays.append((self._next_seq, payload))
             self._replay_bytes += len(payload)
-            while self._replay_bytes > MAX_KEPT_BYTES:
-                self._forget_oldest()
+            while len(self._replays) > self._max_kept_batches or self._replay_bytes > MAX_KEPT_BYTES:
+                self._replay_bytes -= len(self._replays.popleft()[1])
         self._next_seq += 1
         self._last_sent = time.monotonic()
-
-    def _forget_oldest(self) -> None:
-        self._replay_bytes -= len(self._replays.popleft()[1])
 
     def _answer_replay(self, router: zmq.Socket[bytes]) -> None:
         peer, *frames = router.recv_multipart()

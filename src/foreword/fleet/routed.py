@@ -43,7 +43,7 @@ from foreword.server.engine_door import Number, PrefillSpeed
 from foreword.server.engine_thread import AfterStep, Ended
 from foreword.server.hints import RETAIN
 from foreword.server.records import Records
-from foreword.server.verbs import SHRINK, T, Ts, Verb
+from foreword.server.verbs import SHRINK
 
 logger = logging.getLogger(__name__)
 MAX_DEATHS = 2
@@ -135,6 +135,8 @@ class RoutedEngines:
         self._warmth = Warmth(core, link, self._codec)
         self.pulse = Pulse(link, self._retire, self._ready)
         self._calls = Calls(link, lambda: core.replicas, self.pulse.still, self._ready)
+        self.ask, self.change = self._calls.read, self._calls.change
+        """Run a verb on the replicas. A replica that misses a change makes it before it takes requests again."""
         self._has_tiers = any(
             getattr(front.config.tiers, name) is not None for name in ("cache_dir", "cache_store", "cache_host_bytes")
         )
@@ -251,17 +253,6 @@ class RoutedEngines:
     async def _shrink(self, namespace: str, max_blocks: int) -> None:
         with suppress(APIError):  # no replica, no blocks
             await self.change(SHRINK, namespace, max_blocks)
-
-    async def ask(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
-        """Run a verb on every replica that does not stand still.
-
-        Raises APIError 503 if no replica is reached, 501 if no replica knows the verb.
-        """
-        return await self._calls.read(verb, *arguments)
-
-    async def change(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
-        """Run a verb that changes something. A replica that is not reached runs it before it takes requests again."""
-        return await self._calls.change(verb, *arguments)
 
     # ------------------------------------------------------------------ what operators see
 

@@ -107,12 +107,10 @@ class Warmth:
     def __init__(self, core: RoutingCore, link: Link, codec: Codec) -> None:
         self._core, self._link, self._codec = core, link, codec
         self._hot = HotPrefixes(core.options.block_tokens)
+        self.note = self._hot.note
         self._tasks: set[asyncio.Task[None]] = set()
         self._warming: dict[str, asyncio.Task[None]] = {}
         """The tasks of new replicas that compute hot prefixes before they take requests."""
-
-    def note(self, prompt: Prompt, keys: list[Key], num_cached_tokens: int) -> None:
-        self._hot.note(prompt, keys, num_cached_tokens)
 
     def for_new_replica(self, spec: ReplicaSpec) -> list[HotPrefix]:
         """Hot prefixes, up to half of its pool, for a new replica to compute first; nothing for the first replica."""

@@ -323,10 +323,7 @@ class KVCacheCoordinator(ABC):
 
     def close(self, row: int) -> None:
         """Close a row and free its blocks, the last block first, so that tails are evicted before heads."""
-        if len(self.managers) == 1 and not self._releases:
-            self.pool.free_blocks(self.tables.groups[0].row(row)[::-1].copy())
-        else:
-            self.pool.free_blocks(self.tables.held(row, self.block_sizes))
+        self.pool.free_blocks(self.tables.held(row, self.block_sizes))
         self.tables.close_row(row)
 
     # --------------------------------------------------------------- integrity
