@@ -4,23 +4,17 @@
 """
 
 from foreword.cluster.decision import (
-    Candidate as Candidate,
     Decision as Decision,
     DecisionLog as DecisionLog,
     Fleet as Fleet,
     Reason as Reason,
     Reservation as Reservation,
-    RoutingCounts as RoutingCounts,
     RoutingRequest as RoutingRequest,
     Standing as Standing,
 )
 from foreword.cluster.follower import EventBatch as EventBatch
 from foreword.cluster.holders import CopiedRun as CopiedRun
 from foreword.cluster.mirror import ReplicaMirror as ReplicaMirror
-from foreword.cluster.options import (
-    ReplicaLoad as ReplicaLoad,
-    ReplicaSpec as ReplicaSpec,
-    RoutingOptions as RoutingOptions,
-)
+from foreword.cluster.options import ReplicaSpec as ReplicaSpec, RoutingOptions as RoutingOptions
 from foreword.cluster.peers import LoadUpdate as LoadUpdate, RouterLoad as RouterLoad
 from foreword.cluster.routing import RoutingCore as RoutingCore, Rule as Rule
