@@ -126,15 +126,14 @@ def explain_lookup(
     if divergence is not None and divergence.position > hit.num_tokens:
         num_filling = coordinator.find_hit_of_next_step(sequence).num_tokens - hit.num_tokens
     ghosts_end = hit.num_shared_tokens + coordinator.num_ghost_tokens(sequence, hit)
+    num_ghosts = min(ghosts_end, sequence.num_hittable_tokens) - hit.num_tokens  # the hit may include a part of them
     return LookupExplanation(
         length,
         hit.num_tokens,
         reason,
         eviction,
         divergence,
-        max(
-            0, min(ghosts_end, sequence.num_hittable_tokens) - hit.num_tokens
-        ),  # a hit that ends inside a block includes some of them
+        max(0, num_ghosts),
         max(0, num_filling),
     )
 

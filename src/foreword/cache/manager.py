@@ -465,9 +465,8 @@ class KVCacheManager(EntryKeeper):
     def _give_up(self, number: int) -> int:
         assert self._session_blocks is not None
         block_ids = self._session_blocks.take(number)
-        block_ids = block_ids[
-            self._pool.ref_counts()[block_ids] == self._held_apart[block_ids]
-        ]  # no request holds them
+        has_no_request = self._pool.ref_counts()[block_ids] == self._held_apart[block_ids]
+        block_ids = block_ids[has_no_request]
         if self._pins is not None:
             block_ids = block_ids[~np.isin(block_ids, self._pins.pinned_block_ids())]
         return self._pool.give_up(block_ids)

@@ -165,14 +165,9 @@ class Loads:
         if work is None or reservation not in self._waiting[work.slot]:
             return False
         table, slot, waiting = self.table, work.slot, self._waiting[work.slot]
-        was_head = next(iter(waiting)) == reservation
-        if (
-            was_head
-            and computed_tokens is not None
-            and computed_tokens >= MIN_RATE_TOKENS
-            and now > table.head_since[slot]
-        ):
-            self.rates.note(slot, computed_tokens / (now - table.head_since[slot]))
+        was_head, since = next(iter(waiting)) == reservation, table.head_since[slot]
+        if was_head and computed_tokens is not None and computed_tokens >= MIN_RATE_TOKENS and now > since:
+            self.rates.note(slot, computed_tokens / (now - since))
         table.waiting_tokens[slot] -= waiting.pop(reservation)
         table.num_waiting[slot] -= 1
         if was_head:
@@ -184,9 +179,7 @@ class Loads:
         if reservation not in self.open:
             return False
         self.note_prefilled(reservation, now)
-        work = self.open.pop(reservation)
-        table, slot = self.table, work.slot
-        table.num_open[slot] -= 1
+        self.table.num_open[self.open.pop(reservation).slot] -= 1
         return True
 
     def backlogs(self, now: float) -> FloatArray:

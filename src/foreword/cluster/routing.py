@@ -424,9 +424,8 @@ class RoutingCore:
             case Change.RESERVED:
                 slot = self._slot_of.get(update.reservation.replica)
                 if slot is not None and update.reservation not in self._loads.open:
-                    self._loads.reserve(
-                        update.reservation, Work(slot, update.prompt_tokens, update.computed_tokens), now
-                    )
+                    work = Work(slot, update.prompt_tokens, update.computed_tokens)
+                    self._loads.reserve(update.reservation, work, now)
             case Change.PREFILLED:
                 self._loads.note_prefilled(update.reservation, now)
             case Change.RELEASED:

@@ -332,9 +332,8 @@ class Requests:
         return DEVICE, self._group
 
     def _tell_time(self, time: float) -> None:
-        self._time = max(
-            self._time, time if math.isfinite(time) else 0.0
-        )  # no clock says so, and JSON has no such number
+        time = time if math.isfinite(time) else 0.0  # no clock says so, and JSON has no such number
+        self._time = max(self._time, time)
 
     def _is_followed(self, event: BlockStored) -> bool:
         """Whether an event belongs to the first group whose blocks hold whole prefixes, and has its block size."""

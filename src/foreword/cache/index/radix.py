@@ -164,10 +164,8 @@ class RadixIndex:
             theirs += node.tokens[start - node.start :][: num_tokens - len(theirs)].tolist()
             start = node.end
             node = next(iter(node.children.values()), None)
-        theirs = list(
-            takewhile(lambda token: self._spans.first_token(token) is None, theirs)
-        )  # the rest is under another salt
-        return Divergence(position, ours, tuple(theirs))
+        shown = takewhile(lambda token: self._spans.first_token(token) is None, theirs)  # the rest has another salt
+        return Divergence(position, ours, tuple(shown))
 
     def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
         tokens = self._tokens(sequence)

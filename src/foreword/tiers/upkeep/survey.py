@@ -257,11 +257,9 @@ class Tally:
         """Device, attention and versions, in short."""
         at = self.facts.get("arithmetic", {})
         path, libraries, processor = (_folder(at, name) for name in ("path", "libraries", "processor"))
-        attention = path.get("attention")
+        attention, device = path.get("attention"), (path.get("device"), processor.get("kind") or processor.get("name"))
         parts = [
-            " ".join(
-                str(part) for part in (path.get("device"), processor.get("kind") or processor.get("name")) if part
-            ),
+            " ".join(str(part) for part in device if part),
             " ".join(map(str, attention)) if isinstance(attention, list) else "",
             f"torch {libraries['torch']}" if "torch" in libraries else "",
             f"foreword {self.facts['foreword_version']}" if "foreword_version" in self.facts else "",
