@@ -1,9 +1,9 @@
 """Queues of free blocks; any block may leave from the middle.
 
-A linked list removes from its middle in O(1) but handles blocks one by one. In these queues a removed block leaves a
-stale entry: an entry is alive only while its block's record names it. So taking, adding or removing k blocks of
-`FreeKVCacheBlockQueue` is a few numpy calls (`take` and `compress`, which are several times as fast as indexing with
-brackets).
+A linked list removes from its middle in O(1) but handles blocks one by one. These queues are buffers in
+which a removed block leaves a stale entry: an entry is alive only while its block's record names
+it. So taking, adding or removing k blocks is a few numpy calls (`take` and `compress`, which are
+several times as fast as indexing with brackets).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.block_ids import BlockIds
+from foreword.cache.block_ids import NO_BLOCKS, BlockIds
 
 NOT_QUEUED = -1
 WINDOW = 64
@@ -126,17 +126,55 @@ class FreeKVCacheBlockQueue:
         self._place[alive] = np.arange(self._head, self._tail, dtype=np.int32)
 
 
+class _Lane:
+    """The entries of one key in order of arrival; some are stale."""
+
+    __slots__ = ("block_ids", "entries", "head", "tail")
+
+    def __init__(self) -> None:
+        self.block_ids: BlockIds = np.empty(16, np.int32)
+        self.entries: npt.NDArray[np.int64] = np.empty(16, np.int64)
+        self.head = self.tail = 0
+
+    def extend(self, block_ids: BlockIds, entries: npt.NDArray[np.int64]) -> None:
+        end = self.tail + len(block_ids)
+        if end > len(self.block_ids):
+            self.replace(
+                np.concatenate((self.block_ids[self.head : self.tail], block_ids)),
+                np.concatenate((self.entries[self.head : self.tail], entries)),
+            )
+            return
+        self.block_ids[self.tail : end] = block_ids
+        self.entries[self.tail : end] = entries
+        self.tail = end
+
+    def replace(self, block_ids: BlockIds, entries: npt.NDArray[np.int64]) -> None:
+        """Hold only these entries, with room for the same number again."""
+        count = len(block_ids)
+        self.block_ids, self.entries = np.empty(2 * count, np.int32), np.empty(2 * count, np.int64)
+        self.block_ids[:count], self.entries[:count] = block_ids, entries
+        self.head, self.tail = 0, count
+
+
 class KeyedBlockQueue:
     """Free blocks by key, the lowest first; among equal keys in order of arrival. Empty at first.
 
-    A heap of (key, number, block); arrivals have consecutive numbers, and an entry is stale unless its block's record
-    has its number. Amortised O(log n) a block: when stale entries outnumber the blocks, the heap is made anew.
+    Every key has its own lane, and a heap finds the lowest lane. Entries are numbered across all
+    lanes, so a stale entry is recognised wherever its block is now:
+
+        key 0   ids 7 4 . .   entries 0 3        entry[4] == 3
+        key 5   ids 9 4 . .   entries 1 2        so the 4 in the lower lane is stale
+
+    Amortised O(1) a block, and O(log lanes) for each lane that is opened or used up. When stale entries
+    outnumber the blocks, all lanes are compacted.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._number: npt.NDArray[np.int64] = np.full(num_blocks, NOT_QUEUED, np.int64)
-        self._heap: list[tuple[int, int, int]] = []
-        self._next_number = 0
+        self._entry: npt.NDArray[np.int64] = np.full(num_blocks, NOT_QUEUED, np.int64)
+        self._lanes: dict[int, _Lane] = {}
+        self._keys: list[int] = []
+        self._next_entry = 0
+        self._num_entries = 0
         self._num_queued = 0
 
     def __len__(self) -> int:
@@ -144,42 +182,82 @@ class KeyedBlockQueue:
 
     def append(self, block_ids: BlockIds, keys: npt.NDArray[np.int64]) -> None:
         """Put blocks that are not in the queue after the blocks with the same key, in the order given."""
-        if len(self._heap) + len(block_ids) > 2 * len(self._number):
-            self._heap = self._alive()
-            heapq.heapify(self._heap)
-        numbers = np.arange(self._next_number, self._next_number + len(block_ids))
-        self._number[block_ids] = numbers
-        self._next_number += len(block_ids)
-        self._num_queued += len(block_ids)
-        for entry in zip(keys.tolist(), numbers.tolist(), block_ids.tolist(), strict=True):
-            heapq.heappush(self._heap, entry)
+        count = len(block_ids)
+        if not count:
+            return
+        if self._num_entries + count > 2 * len(self._entry):
+            self._compact()
+        entries = np.arange(self._next_entry, self._next_entry + count)
+        self._entry[block_ids] = entries
+        self._next_entry += count
+        self._num_entries += count
+        self._num_queued += count
+        if count == 1 or (keys == keys[0]).all():
+            self._lane(int(keys[0])).extend(block_ids, entries)
+            return
+        by_key = np.argsort(keys, kind="stable")
+        for part in np.split(by_key, np.flatnonzero(np.diff(keys[by_key])) + 1):
+            self._lane(int(keys[part[0]])).extend(block_ids[part], entries[part])
 
     def remove(self, block_ids: BlockIds) -> None:
-        self._number[block_ids] = NOT_QUEUED
+        self._entry[block_ids] = NOT_QUEUED
         self._num_queued -= len(block_ids)
 
     def popleft(self, count: int) -> BlockIds:
         """Take the first `count` blocks; the caller has checked `count <= len(self)`."""
         assert count <= self._num_queued
-        taken: list[int] = []
-        while len(taken) < count:
-            _, number, block_id = heapq.heappop(self._heap)
-            if self._number[block_id] == number:
-                taken.append(block_id)
-        block_ids = np.array(taken, np.int32)
-        self.remove(block_ids)
+        parts: list[BlockIds] = [NO_BLOCKS]
+        missing = count
+        while missing:
+            lane = self._lanes[self._keys[0]]
+            end = min(lane.tail, lane.head + max(2 * missing, WINDOW))
+            window = lane.block_ids[lane.head : end]
+            alive = np.flatnonzero(self._entry.take(window) == lane.entries[lane.head : end])[:missing]
+            parts.append(window.take(alive))
+            missing -= len(alive)
+            passed = end - lane.head if missing else int(alive[-1]) + 1
+            lane.head += passed
+            self._num_entries -= passed
+            if lane.head == lane.tail:
+                del self._lanes[heapq.heappop(self._keys)]
+        block_ids = np.concatenate(parts)
+        self._entry[block_ids] = NOT_QUEUED
+        self._num_queued -= count
         return block_ids
 
     def in_order(self) -> BlockIds:
-        return np.array([block_id for _, _, block_id in sorted(self._alive())], np.int32)
+        """All free blocks from head to tail (a copy)."""
+        return np.concatenate([NO_BLOCKS, *(self._alive(self._lanes[key])[0] for key in sorted(self._lanes))])
 
     def check_integrity(self) -> None:
         queued = self.in_order()
         assert len(queued) == self._num_queued, "the keyed queue miscounts itself"
-        assert np.array_equal(np.sort(queued), np.flatnonzero(self._number != NOT_QUEUED)), (
+        assert np.array_equal(np.sort(queued), np.flatnonzero(self._entry != NOT_QUEUED)), (
             "a block's entry in the keyed queue is not where the block is"
         )
-        assert len(self._heap) <= 2 * len(self._number), "stale entries are not dropped"
+        assert sorted(self._keys) == sorted(self._lanes), "a lane is not in the heap of keys"
+        assert self._num_entries == sum(lane.tail - lane.head for lane in self._lanes.values()), (
+            "the keyed queue miscounts its entries"
+        )
 
-    def _alive(self) -> list[tuple[int, int, int]]:
-        return [entry for entry in self._heap if self._number[entry[2]] == entry[1]]
+    def _lane(self, key: int) -> _Lane:
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane()
+            heapq.heappush(self._keys, key)
+        return lane
+
+    def _alive(self, lane: _Lane) -> tuple[BlockIds, npt.NDArray[np.int64]]:
+        block_ids, entries = lane.block_ids[lane.head : lane.tail], lane.entries[lane.head : lane.tail]
+        alive = self._entry.take(block_ids) == entries
+        return block_ids.compress(alive), entries.compress(alive)
+
+    def _compact(self) -> None:
+        for key, lane in list(self._lanes.items()):
+            block_ids, entries = self._alive(lane)
+            if len(block_ids):
+                lane.replace(block_ids, entries)
+            else:
+                del self._lanes[key]
+        self._keys = sorted(self._lanes)
+        self._num_entries = self._num_queued

@@ -148,7 +148,7 @@ class PriorityPolicy(RankedPolicy):
 
     `set_priority` gives numbers to blocks. A number lasts as long as the block's content; the default is 0. Choose this
     policy where the caller knows which content will be used again: a system prompt more likely than a user's document,
-    and the document more likely than an answer. O(log k) a block among k free blocks.
+    and the document more likely than an answer. O(1) a block, O(log priorities) for each different number in a call.
     """
 
     def set_priority(self, block_ids: BlockIds, priority: int) -> None:
