@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from doors import coordinator_of, index_of, pending_copies, pool_of, recorded_keys
+from doors import coordinator_of, index_of, num_given_up, pending_copies, pool_of, recorded_keys
 from foreword.cache import (
     NO_EXTRA_KEYS,
     NULL_BLOCK,
@@ -278,7 +278,7 @@ class World:
         """Close a session: blocks that it left alone go first after those that hold nothing."""
         manager, session = self.manager, SESSIONS[which % len(SESSIONS)]
         before, pinned = self.snapshot(), [] if self._pins is None else self._pins.pinned_block_ids().tolist()
-        num_early = pool_of(manager).num_empty + pool_of(manager).num_given_up
+        num_early = pool_of(manager).num_empty + num_given_up(manager)
         given_up = manager.close_session(session)
         if not given_up:
             assert self.snapshot() == before, "closing a session that has nothing changed something"

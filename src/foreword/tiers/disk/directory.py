@@ -16,6 +16,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import stat
 import uuid
 from pathlib import Path
@@ -30,6 +31,7 @@ VERSION = "v1"
 LOCK_NAME = "LOCK"
 JANITOR_NAME = "JANITOR"
 SNAPSHOT_NAME = "index"
+_HOME = re.compile("[0-9a-f]{32}")
 
 
 class CacheDirectory:
@@ -176,7 +178,7 @@ class CacheDirectory:
 
 def homes_in(files: RealFiles, root: Path) -> list[Path]:
     """The folders of processes, dead or alive, in a cache's inner folder. Raises OSError."""
-    return [root / name for name in sorted(files.list_folder(root)) if _is_home(name)]
+    return [root / name for name in sorted(files.list_folder(root)) if _HOME.fullmatch(name)]
 
 
 def segments_in(files: RealFiles, home: Path) -> list[Path]:
@@ -225,7 +227,3 @@ def unusable(path: Path, error: OSError) -> ConfigError:
         f"the cache directory {str(path)!r} cannot be used: {error.strerror or error}; give a directory on a local "
         "disk that this user can write"
     )
-
-
-def _is_home(name: str) -> bool:
-    return len(name) == 32 and all(char in "0123456789abcdef" for char in name)

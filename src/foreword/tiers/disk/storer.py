@@ -58,7 +58,6 @@ LONGEST_PAUSE_S = 60.0
 SNAPSHOT_SHARE = 20
 """The least bytes to store before a snapshot, for each byte of it, so that snapshots do not wear the disk."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-Work = Callable[[], object]
 COPIED_SHARE = 0.25
 """The largest share of an evicted segment that is copied forward."""
 
@@ -462,7 +461,7 @@ class Storer:
 
     # ------------------------------------------------------------------------------ upkeep
 
-    def _attempt(self, work: Work, complaint: str) -> None:
+    def _attempt(self, work: Callable[[], object], complaint: str) -> None:
         try:
             work()
         except OSError as error:

@@ -104,7 +104,8 @@ class Link:
 
     def __init__(self, connection: Any, errors: Any, io_timeout_s: float) -> None:
         self._connection, self._errors = connection, errors
-        connection.valkey_connect_func = _begin_plain
+        # In place of the package's own login, which reads replies without limits.
+        connection.valkey_connect_func = lambda connection: connection._parser.on_connect(connection)
         self._io_timeout_s = io_timeout_s
         self._deadline = 0.0
         self._num_awaited = 0
@@ -256,11 +257,6 @@ class Link:
         if not received:
             raise OSError("the server has closed the connection")
         return received
-
-
-def _begin_plain(connection: Any) -> None:
-    """Replace the package's own login, which reads replies without limits."""
-    connection._parser.on_connect(connection)
 
 
 def _is_loopback(host: str) -> bool:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from foreword.errors import ConfigError
 from foreword.tiers.rare_warning import RareWarning
-from foreword.tiers.store.client import Link, Refusal, ServerGoneError, StoreServer
+from foreword.tiers.store.client import Link, ServerGoneError, StoreServer
 from foreword.tiers.store.value import ValueFormat
 from foreword.tiers.tier import BoolArray, TierCounts
 
@@ -253,11 +253,6 @@ class StoreState(TierCounts):
             raise
         if link.num_replies and self.breaker.succeeded():
             logger.info("the store %s answers again", self.server.shown_url)
-
-    def note_refused_store(self, refusal: Refusal) -> None:
-        """Note that the server refuses to write; stores rest for a while."""
-        if self.room.failed():
-            self.refused.note(self.server.shown_url, refusal)
 
     def read_memory(self, link: Link) -> None:
         """Ask for the server's memory and its limit, at most every 10 s; without the right to ask, do nothing."""

@@ -361,7 +361,8 @@ class StoreWriter:
                 stored.append(index)
                 continue
             refusal = reply if isinstance(reply, Refusal) else Refusal(f"ERR {reply!r}")
-            state.note_refused_store(refusal)
+            if state.room.failed():  # stores rest for a while
+                state.refused.note(state.server.shown_url, refusal)
             store.ticket.settle(index, Outcome.NO_ROOM if refusal.code == "OOM" else Outcome.IO_ERROR)
         if len(stored) == len(sent) and stored:
             state.room.succeeded()
