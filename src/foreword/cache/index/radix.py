@@ -418,16 +418,14 @@ class RadixIndex:
         If there are too many numbers, first forget those that no node contains.
         """
         placed = placed_stretches(sequence.extra_keys, sequence.token_ids)
-        if not placed:
-            return sequence.token_ids
-        if self._spans.is_full(placed):
+        if placed and self._spans.is_full(placed):
             nodes = list(self._nodes.values())
             for node, tokens in zip(nodes, self._spans.keep(node.tokens.copy() for node in nodes), strict=True):
                 node.tokens = tokens
             for node in nodes:
                 node.children = {int(child.tokens[0]): child for child in node.children.values()}
         self._spans.add(placed)
-        return self._spans.replace(sequence.token_ids, placed)
+        return self._tokens(sequence)
 
     # -------------------------------------------------------------------- view
 
