@@ -141,7 +141,10 @@ def test_the_package_can_be_run_as_a_module_too():
         (["nowhere/at/all", "--port", "0", "--keys-file", "none.toml"], "keys file 'none.toml' cannot be read"),
         (["nowhere/at/all", "--port", "0", "--share-prefix", "none.txt"], "shared prefix 'none.txt' cannot be read"),
         (["nowhere/at/all", "--port", "0", "--score-template", "none"], "score_template='none' is neither a TOML file"),
+        (["nowhere/at/all", "--port", "0", "--keys-file", "none.toml"], "--keys-file takes a TOML file"),
         (["nowhere/at/all"], "nowhere/at/all"),
+        (["--port", "0", "--enable-lora", "nowhere/at/all"], "--enable-lora takes no value, so 'nowhere/at/all' is"),
+        (["nowhere/at/all", "--enable-lora", "maybe"], "--enable-lora takes no value, so 'maybe' is"),
     ],
 )
 def test_serve_names_an_option_that_it_cannot_keep(arguments, message, foreword_here):

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from foreword.config import Environment, engine_options, let_threads_rest
 from foreword.config.flags import Flags, grouped, unknown_argument, with_hyphens
 from foreword.config.option import options_of, pop_fields
 from foreword.config.vllm import ENGINE_OPTIONS, SERVER_OPTIONS
-from foreword.errors import ConfigError, ForewordError, InvalidRequestError
+from foreword.errors import ConfigError, ForewordError, InvalidRequestError, ModelLoadError
 from foreword.log_lines import JsonLines, LogConfig, PatientHandler, TextLines
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args, unknown = parser.parse_known_args(argv)
         if unknown:
-            raise unknown_argument(unknown[0], args.parser)
+            hint = _after_switch(unknown[0], args.parser, argv)
+            raise ConfigError(f"{unknown_argument(unknown[0], args.parser)}{hint}")
         environment = Environment.read()
         options = args.flags.given(args) if "flags" in args else {}
         _configure_logging(LogConfig(**pop_fields(options, LogConfig)), environment.log_level or args.log_level)
@@ -48,7 +50,9 @@ def main(argv: list[str] | None = None) -> int:
         code: int = args.run(args, options) if "flags" in args else args.run(args)
         return code
     except ForewordError as error:
-        print(f"foreword: {type(error).__name__}: {error}", file=sys.stderr)
+        unread = args.given_model if isinstance(error, ModelLoadError) else None
+        hint = "" if unread is None else _after_switch(unread, args.parser, argv)
+        print(f"foreword: {type(error).__name__}: {error}{hint}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "foreword":
@@ -63,6 +67,14 @@ def main(argv: list[str] | None = None) -> int:
         # The reader of our output has left; keep Python from complaining when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _after_switch(word: str, parser: argparse.ArgumentParser, argv: list[str] | None) -> str:
+    """Say that a flag takes no value, if `word` follows it on the command line as if it were one."""
+    switches = {flag for action in parser._actions if action.nargs == 0 for flag in action.option_strings}
+    pairs = itertools.pairwise(with_hyphens(sys.argv[1:] if argv is None else argv))
+    flag = next((before for before, after in pairs if after == word and before in switches), None)
+    return "" if flag is None else f"; {flag} takes no value, so {word!r} is an argument of its own; leave it out"
 
 
 def _configure_logging(config: LogConfig, default_level: str) -> None:

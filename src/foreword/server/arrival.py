@@ -104,7 +104,7 @@ class _Call:
         self._is_complete = False
         self._is_answered = False
         self._loop = asyncio.get_running_loop()
-        self._deadline = self._loop.time() + timeout_s
+        self._timeout_s, self._deadline = timeout_s, self._loop.time() + timeout_s
         self._task = asyncio.current_task()
         self._watch: asyncio.Task[None] | None = None
 
@@ -133,7 +133,10 @@ class _Call:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            raise HTTPException(408, "The body did not arrive in time.", {"Connection": "close"}) from None
+            detail = (
+                f"The body did not arrive within {self._timeout_s:g} s (--body-timeout-s); send it faster, or less."
+            )
+            raise HTTPException(408, detail, {"Connection": "close"}) from None
         if message["type"] == "http.disconnect":
             self._leave()
             await asyncio.Event().wait()

@@ -54,7 +54,11 @@ class KeptResponses:
         """Return the conversation and the JSON text of a tenant's response. Raises APIError 404."""
         owner, messages, json_text = self._responses.get(response_id, ("", [], ""))
         if not json_text or owner != tenant.name:
-            raise APIError(404, f"Response with id {response_id[:100]!r} not found.", param="previous_response_id")
+            message = (
+                f"Response with id {response_id[:100]!r} not found: it was not stored, or was deleted, or is not among "
+                f"the {self._max_responses} that are kept. Send the whole conversation as input instead."
+            )
+            raise APIError(404, message, param="previous_response_id")
         return messages, json_text
 
     def delete(self, tenant: Tenant, response_id: str) -> None:

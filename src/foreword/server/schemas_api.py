@@ -41,7 +41,8 @@ async def create_schema(call: CallWith[SchemaRequest]) -> Response:
 
     def go_on() -> None:
         if has_left.is_set():
-            raise bad_request("The client has left.")  # nobody reads this
+            message = f"The client left before its schema of {call.num_bytes:,} bytes was laid out; send it again."
+            raise bad_request(message)
 
     def load() -> ServedSchema:
         schema = service.schemas.load(body.schema_text, go_on)

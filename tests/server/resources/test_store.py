@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from foreword import __version__
 from foreword.config import TierConfig
 from foreword.errors import ConfigError
 from foreword.server.access.tenants import Tenant
@@ -198,6 +199,20 @@ def test_a_damaged_file_is_left_out_with_a_warning(cache_dir, key_file, caplog, 
     damaged.unlink()
     damaged.symlink_to(files_in(cache_dir)[0])
     assert found(CachedContents(Clock(), 99, folder_in(cache_dir, key))) == [whole]
+
+
+def test_a_content_of_a_newer_version_is_named_as_such_and_leaves_the_others_alone(cache_dir, caplog):
+    kept = CachedContents(Clock(), 99, folder_in(cache_dir))
+    newer, ours = added(kept, content()), added(kept, content())
+    path = next(path for path in files_in(cache_dir) if path.name == newer.id)
+    path.write_bytes(path.read_bytes().replace(b"content 1\n", b"content 2\n", 1))
+    again = CachedContents(Clock(), 99, folder_in(cache_dir))
+    with pytest.raises(APIError, match=f"{newer.id}.*format 2.*newer.*{__version__}.*update the server") as refused:
+        asyncio.run(again.find(ALICE, newer.id))
+    assert refused.value.status == 409
+    assert asyncio.run(again.find(ALICE, ours.id)) == ours
+    path.unlink()
+    assert asyncio.run(again.find(ALICE, newer.id)) is None
 
 
 def test_a_folder_that_others_can_reach_is_refused_and_one_that_cannot_be_made_is_done_without(cache_dir, caplog):

@@ -177,7 +177,7 @@ def read_keys(path: Path) -> dict[bytes, Tenant]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"keys file {str(path)!r} cannot be read: {error}") from error
+        raise _unreadable(path, error) from error
     tenant_of: dict[bytes, Tenant] = {}
     for name, table in tables.items():
         tenant, digests = _read_tenant(path, name, table)
@@ -185,6 +185,11 @@ def read_keys(path: Path) -> dict[bytes, Tenant]:
             if tenant_of.setdefault(key, tenant) is not tenant:
                 raise ConfigError(f"keys file {str(path)!r}: {name!r} has another tenant's key; give it its own")
     return tenant_of
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    remedy = "--keys-file takes a TOML file that the server may read, with a table such as [alice] for each tenant"
+    return ConfigError(f"keys file {str(path)!r} cannot be read: {error}; {remedy}")
 
 
 def _read_tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[bytes]]:
@@ -243,7 +248,7 @@ def _version(path: Path) -> tuple[int, ...]:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise ConfigError(f"keys file {str(path)!r} cannot be read: {error}") from error
+        raise _unreadable(path, error) from error
     # A file may change twice within a tick of the kernel's clock, with the same date. So a file that changed a moment
     # ago has a new version at each call, and is read again.
     settled = 0 if time.time() - status.st_ctime > SETTLED_S else time.time_ns()

@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
+from foreword import __version__
 from foreword.config import TierConfig
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
@@ -46,7 +47,7 @@ FOLDER_NAME = "cached_contents"
 UNFINISHED = "new-"
 UNFINISHED_S = 3600.0
 """Age in seconds from which an unfinished file is deleted, because its writer counts as dead."""
-MAGIC = b"foreword cached content 1\n"
+FORMAT, MAGIC = re.compile(rb"foreword cached content (\d{1,9})\n"), b"foreword cached content 1\n"
 HEAD_BYTES = len(MAGIC) + 16 + 32
 MAX_FILE_BYTES = 256 * 2**20
 MOST_OF_ALL = 16
@@ -163,7 +164,10 @@ class ContentFolder:
         return Version(status.st_mtime_ns, status.st_size, status.st_ino)
 
     def read(self, content_id: str) -> CachedContent | None:
-        """Read a file; None if it is gone, or, with a warning, if it is damaged or has another key. Raises OSError."""
+        """Read a file; None if it is gone, or, with a warning, if it is damaged or has another key.
+
+        Raises OSError, or APIError 409 if a newer version wrote the file.
+        """
         path = self._path / content_id
         try:
             return self._opened(content_id, self._bytes(path))
@@ -230,6 +234,9 @@ class ContentFolder:
     def _opened(self, content_id: str, content: bytearray) -> CachedContent:
         """Read a file's content. Raises ValueError for content that `_sealed` did not write under this id."""
         head, stored = bytes(content[:HEAD_BYTES]), memoryview(content)[HEAD_BYTES:]
+        written = FORMAT.match(head)
+        if written is not None and int(written[1]) > 1:
+            raise newer_content(content_id, f"in format {written[1].decode()}")
         if not head.startswith(MAGIC) or not head.endswith(hashlib.sha256(stored).digest()):
             raise ValueError("the file is damaged")
         if head[len(MAGIC) :][:16] != self._cipher.cipher_id:
@@ -247,8 +254,21 @@ class ContentFolder:
         return item
 
 
+def newer_content(content_id: str, what: str) -> APIError:
+    """409: a newer version of foreword wrote this cached content; `what` says what this version does not know of it."""
+    return APIError(
+        409,
+        f"The cached content {content_id!r} was written {what} by a newer version of foreword, which this server "
+        f"({__version__}) cannot read; update the server, or create the content again.",
+        code="newer_version",
+    )
+
+
 def _sealed_as(content_id: str) -> bytes:
     return MAGIC + content_id.encode()
+
+
+News = tuple[str, Version | None, CachedContent | APIError | None]
 
 
 class CachedContents:
@@ -260,6 +280,8 @@ class CachedContents:
         self._most_of_tenant = most_of_tenant
         self._folder = folder
         self._contents: dict[str, CachedContent] = {}
+        self._newer: dict[str, APIError] = {}
+        """The errors of contents that a newer version wrote, by id."""
         self._versions: dict[str, Version] = {}
         """The versions of the files that were read or written last, by id. Unwritten resources have no version."""
         self._coming: list[CachedContent] = []
@@ -283,12 +305,17 @@ class CachedContents:
     # ------------------------------------------------------------------- asking
 
     async def find(self, tenant: Tenant, content_id: str) -> CachedContent | None:
-        """Find a tenant's resource; None if it is unknown, expired, deleted or another tenant's."""
+        """Find a tenant's resource; None if it is unknown, expired, deleted or another tenant's.
+
+        Raises APIError 409 if a newer version wrote it.
+        """
         if not is_content_id(content_id):
             return None
         if self._folder is not None and self._folder.version(content_id) != self._versions.get(content_id):
             await self._refresh()
         await self._end_expired()
+        if content_id in self._newer:
+            raise self._newer[content_id]
         return self.now(tenant, content_id)
 
     def now(self, tenant: Tenant, content_id: str) -> CachedContent | None:
@@ -387,7 +414,7 @@ class CachedContents:
         async with self._writing:
             self._take(await asyncio.to_thread(self._news, folder))
 
-    def _news(self, folder: ContentFolder) -> list[tuple[str, Version | None, CachedContent | None]]:
+    def _news(self, folder: ContentFolder) -> list[News]:
         """Return name, version and content of each file that is new or has changed; version None: the file is gone.
 
         Files that cannot be read now are left out.
@@ -397,25 +424,28 @@ class CachedContents:
         except OSError as error:
             logger.warning("cached contents cannot be listed: %s", error)
             return []
-        news: list[tuple[str, Version | None, CachedContent | None]] = [
-            (name, None, None) for name in self._versions.keys() - there.keys()
-        ]
+        news: list[News] = [(name, None, None) for name in self._versions.keys() - there.keys()]
         for name, version in there.items():
             if version != self._versions.get(name):
                 try:
                     news.append((name, version, folder.read(name)))
                 except OSError as error:
                     logger.warning("a cached content cannot be read: %s", error)
+                except APIError as error:
+                    logger.warning("%s", error)
+                    news.append((name, version, error))
         return news
 
-    def _take(self, news: list[tuple[str, Version | None, CachedContent | None]]) -> None:
+    def _take(self, news: list[News]) -> None:
         for name, version, item in news:
             self._forget(name)
             if version is not None:
                 self._versions[name] = version  # also of a damaged file, so that it is read only once
-            if item is not None:
+            if isinstance(item, APIError):
+                self._newer[name] = item
+            elif item is not None:
                 self._contents[name] = item
 
     def _forget(self, content_id: str) -> None:
-        self._contents.pop(content_id, None)
-        self._versions.pop(content_id, None)
+        for by_id in (self._contents, self._newer, self._versions):
+            by_id.pop(content_id, None)

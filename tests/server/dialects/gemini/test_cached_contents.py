@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import httpx
@@ -12,6 +14,7 @@ import pytest
 from google.genai import errors, types
 
 from foreword.llm import LLM
+from foreword.server.access.tenants import Tenant
 from live_server import FACTS, MODEL, ServerThread, tiny_server
 from server.dialects.gemini.content_calls import (
     BLOCK,
@@ -245,6 +248,19 @@ def test_what_cannot_be_kept_is_refused_and_leaves_nothing(server):
             assert error["details"][0]["fieldViolations"][0]["field"] == field, change
         assert httpx.get(f"{server.url}/v1beta/cachedContents").json() == {}, change
         assert entries(server) == {}, change
+
+
+def test_a_content_with_a_field_of_a_newer_version_is_refused_with_a_remedy(server, ask):
+    cache = make(ask, facts("blue"))
+    contents, name = server.service.cached_contents, cache.name.removeprefix("cachedContents/")
+    kept = contents.now(Tenant("default"), name)
+    asyncio.run(contents.add(replace(kept, source=b'{"newField": 1}')))
+    with pytest.raises(
+        errors.ClientError, match=f"{name}.*with newField by a newer version.*update the server"
+    ) as caught:
+        use(ask, cache)
+    assert caught.value.code == 409
+    assert not server.ask(lambda engine: engine.has_unfinished_requests())
 
 
 def test_each_tenants_number_is_bounded(small_llm, tmp_path):

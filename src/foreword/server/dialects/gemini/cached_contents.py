@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import ValidationError
 from starlette.responses import Response
 
 from foreword.engine import RESOURCE, Keep
@@ -36,8 +37,8 @@ from foreword.server.dialects.gemini.fields import (
     served,
 )
 from foreword.server.http import Authorized, finished, json_response, service_of
-from foreword.server.intake import CallWith
-from foreword.server.resources.store import CachedContent, new_content_id
+from foreword.server.intake import CallWith, explain_invalid
+from foreword.server.resources.store import CachedContent, new_content_id, newer_content
 from foreword.server.service import Service, new_id
 from foreword.server.verbs import END_ENTRY
 
@@ -197,7 +198,11 @@ async def named_content(
     if body.cache_salt not in (None, content.cache_salt):
         raise bad_request("cache_salt differs from that of the cached content; leave it out", param="cache_salt")
     text = content.source
-    source = await off_loop(len(text), lambda: CachedSource.model_validate(parse_json(text.decode())))
+    try:
+        source = await off_loop(len(text), lambda: CachedSource.model_validate(parse_json(text.decode())))
+    except ValidationError as error:  # its message would repeat the content
+        where = explain_invalid(error.errors(include_url=False, include_input=False)).param
+        raise newer_content(content.id, f"with {where or 'other fields'}") from None
     return content, CachedBeginning(source, _keep(service, content))
 
 
