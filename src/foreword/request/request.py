@@ -297,6 +297,11 @@ class DraftCounts:
     def num_rejected(self) -> int:
         return sum(self.rejected.values())
 
+    def by_source(self) -> dict[str, int]:
+        """Return the number of all drafted tokens, by the source of the draft."""
+        sources = {**self.accepted, **self.rejected}
+        return {source: self.accepted.get(source, 0) + self.rejected.get(source, 0) for source in sources}
+
     def count(self, source: str, num_accepted: int, num_rejected: int) -> None:
         for counts, number in ((self.accepted, num_accepted), (self.rejected, num_rejected)):
             if number:
