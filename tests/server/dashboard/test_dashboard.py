@@ -425,8 +425,9 @@ def test_a_request_that_waited_for_a_tier_in_vain_says_so():
 def test_charts_hold_empty_and_extreme_values():
     now = time.monotonic()
     for records in ([], [record(0, 0)], [record(5_000_000, 1), record(3, 3, ttft=900.0), record(3, 3, ttft=0.0)]):
-        for draw in (drawings.token_bars, drawings.ttft_dots):
-            assert "nan" not in draw(records, now + 1, 300.0)
+        prompts = [(now, one.num_cached_tokens, one.num_computed_tokens) for one in records]
+        assert "nan" not in drawings.token_bars(prompts, now + 1, 300.0)
+        assert "nan" not in drawings.ttft_dots(records, now + 1, 300.0)
 
 
 def test_new_text_is_not_shown_as_a_miss_that_could_be_avoided():

@@ -12,8 +12,8 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,14 +49,13 @@ def count(number: float) -> str:
     return f"{number / 1e3:,.0f} k" if number < 1e6 else f"{number / 1e6:,.1f} M"
 
 
-def tokens(number: int) -> str:
+def tokens(number: int, what: str = "token") -> str:
     """Write a number of tokens: "1 token", "12 tokens"."""
-    return f"{count(number)} token{'' if number == 1 else 's'}"
+    return f"{count(number)} {what}{'' if number == 1 else 's'}"
 
 
-def requests(number: int) -> str:
-    """Write a number of requests: "1 request", "12 requests"."""
-    return f"{count(number)} request{'' if number == 1 else 's'}"
+requests = partial(tokens, what="request")
+"""Writes a number of requests: "1 request", "12 requests"."""
 
 
 def seconds(value: float | None) -> str:
@@ -78,28 +77,16 @@ def size(num_bytes: float) -> str:
 # --------------------------------------------------------------------- charts
 
 
-class ServedPrompt(Protocol):
-    """A request that ended at a moment of the monotonic clock."""
+def token_bars(prompts: Iterable[tuple[float, int, int]], now: float, window_s: float) -> str:
+    """Draw `NUM_BINS` bars of the prompt tokens of the last `window_s` seconds: found below, computed above.
 
-    @property
-    def finished_time(self) -> float | None: ...
-    @property
-    def first_scheduled_time(self) -> float | None: ...
-    @property
-    def num_cached_tokens(self) -> int: ...
-    @property
-    def num_computed_tokens(self) -> int: ...
-
-
-def token_bars(records: Sequence[ServedPrompt], now: float, window_s: float) -> str:
-    """Draw `NUM_BINS` bars of the prompt tokens of the last `window_s` seconds: found below, computed above."""
+    `prompts`: for each, the moment of its end (`now` is of the same clock), and its found and computed tokens.
+    """
     width = window_s / NUM_BINS
     bins = np.zeros((NUM_BINS, 2))
-    for record in records:
-        age = now - (record.finished_time or now)
-        if record.first_scheduled_time is not None and 0 <= age < window_s:
-            at = max(0, NUM_BINS - 1 - int(age / width))
-            bins[at] += (record.num_cached_tokens, record.num_computed_tokens)
+    for ended, *counts in prompts:
+        if 0 <= now - ended < window_s:
+            bins[max(0, NUM_BINS - 1 - int((now - ended) / width))] += counts
     top = _round_up(bins.sum(axis=1).max())
     shapes = []
     for at, (found, computed) in enumerate(bins.tolist()):
@@ -217,48 +204,45 @@ def _png(cells: npt.NDArray[np.uint8], columns: int, rows: int) -> str:
 # ------------------------------------------------------------------- requests
 
 
-def reuse_bar(num_cached: int, num_tokens: int, scale: float = 1.0) -> str:
-    """Draw found and computed tokens of one prompt as a bar of `scale` times the full width."""
+def reuse(record: RequestRecord, tokenizer: Tokenizer | None, scale: float = 1.0, more: str = "") -> str:
+    """Draw found and computed tokens of one prompt as a bar of `scale` times the full width, and why they missed.
+
+    `more`: HTML after the counts of tokens.
+    """
+    num_cached, num_tokens = record.num_cached_tokens, record.num_prompt_tokens
     percent = 100 * num_cached / max(1, num_tokens)
     title = f"{num_cached} of {num_tokens} prompt tokens found in the cache"
     return (
         f'<div class="bar" title="{title}"><div style="width:{max(2.0, 100 * scale):.1f}%">'
         f'<i class="found" style="width:{percent:.2f}%"></i><i class="computed" style="width:{100 - percent:.2f}%"></i>'
-        "</div></div>"
+        f'</div></div><div class="counts"><span class="found">{count(num_cached)} cached</span>'
+        f'<span class="computed">{count(record.num_computed_tokens)} computed</span>{more}'
+        f"<span>{seconds(record.time_to_first_token)} to first token</span></div>{why(record, tokenizer)}"
     )
 
 
-def request_rows(records: Iterable[RequestRecord], tokenizer: Tokenizer | None, *, with_tenants: bool) -> str:
+def request_rows(records: Sequence[RequestRecord], tokenizer: Tokenizer | None, *, with_tenants: bool) -> str:
     """Draw requests as rows: the found tokens, the time to the first token, and why the rest was missed."""
-    listed = list(records)
-    if not listed:
+    if not records:
         return '<div class="empty">No requests yet. Send one, or use the chat.</div>'
-    longest = max(record.num_prompt_tokens for record in listed)
-    return "".join(_request_row(record, tokenizer, longest, with_tenants) for record in listed)
+    longest = max(record.num_prompt_tokens for record in records)
+    return "".join(_request_row(record, tokenizer, longest, with_tenants) for record in records)
 
 
 def _request_row(record: RequestRecord, tokenizer: Tokenizer | None, longest: int, with_tenants: bool) -> str:
     if record.first_scheduled_time is None:
         how = f'<div class="counts"><span>{count(record.num_prompt_tokens)} prompt tokens</span></div>'
     else:
-        bar = reuse_bar(record.num_cached_tokens, record.num_prompt_tokens, record.num_prompt_tokens / longest)
-        how = (
-            f'{bar}<div class="counts"><span class="found">{count(record.num_cached_tokens)} cached</span>'
-            f'<span class="computed">{count(record.num_computed_tokens)} computed</span>'
-            f"<span>{record.num_output_tokens} out</span>"
-            f"<span>{seconds(record.time_to_first_token)} to first token</span></div>{why(record, tokenizer)}"
-        )
+        more = f"<span>{record.num_output_tokens} out</span>"
+        how = reuse(record, tokenizer, record.num_prompt_tokens / longest, more)
     when = time.strftime("%H:%M:%S", time.localtime(record.created))
     who = f'<span class="tenant">{escape(record.tenant)}</span>' if with_tenants else ""
-    ends = f'<span class="outcome">{escape(record.outcome or _stage(record))}</span>'
+    stage = "waiting" if record.first_scheduled_time is None else "running"
+    ends = f'<span class="outcome">{escape(record.outcome or stage)}</span>'
     return (
         f'<div class="request"><div class="what"><b>{escape(record.endpoint)}</b>{who}<time>{when}</time>{ends}</div>'
         f'<div class="how">{how}</div></div>'
     )
-
-
-def _stage(record: RequestRecord) -> str:
-    return "waiting" if record.first_scheduled_time is None else "running"
 
 
 def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
@@ -284,12 +268,8 @@ def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
     if eviction is not None:
         story += "<span>\u00b7</span>"
     before = record.prompt_token_ids[max(0, divergence.position - 8) : divergence.position].tolist()
-    sides = (
-        text_of(before, tokenizer),
-        text_of(divergence.ours[:8], tokenizer),
-        text_of(divergence.theirs[:8], tokenizer),
-    )
-    head, ours, theirs = (escape((side or "").replace("\n", "\u21b5")) for side in sides)
+    sides = (before, divergence.ours[:8], divergence.theirs[:8])
+    head, ours, theirs = (escape((text_of(side, tokenizer) or "").replace("\n", "\u21b5")) for side in sides)
     return (
         f'<div class="why">{story}<span>differs at token {divergence.position}:</span> <code>{head}</code>'
         f'<code class="ours">{ours}</code><span>cached:</span><code class="theirs">{theirs}</code></div>'
@@ -324,9 +304,9 @@ def row(name: str, number: str, more: str, shares: Mapping[str, float]) -> str:
     )
 
 
-def facts_row(facts: Mapping[str, str]) -> str:
+def facts_row(facts: Iterable[tuple[str, object]]) -> str:
     """Write names and values in a row."""
-    return f'<div class="model-facts">{pairs(facts.items())}</div>'
+    return f'<div class="model-facts">{pairs(facts)}</div>'
 
 
 def pairs(facts: Iterable[tuple[str, object]]) -> str:
@@ -348,14 +328,12 @@ def drawn_curve(points: Sequence[CurvePoint], size: Callable[[int], str]) -> str
     if not points:
         return ""
     width = 100 / len(points)
-    middles = [width * (at + 0.5) for at in range(len(points))]
-    heights = [100 - 100 * point.hit_rate for point in points]
-    errors = [100 * point.standard_error for point in points]
-    band = [f"{x:.2f} {max(0.0, y - 2 * e):.2f}" for x, y, e in zip(middles, heights, errors, strict=True)]
-    band += [
-        f"{x:.2f} {min(100.0, y + 2 * e):.2f}" for x, y, e in reversed([*zip(middles, heights, errors, strict=True)])
+    places = [
+        (width * (at + 0.5), 100 - 100 * point.hit_rate, 200 * point.standard_error) for at, point in enumerate(points)
     ]
-    line = [f"{x:.2f} {y:.2f}" for x, y in zip(middles, heights, strict=True)]
+    band = [f"{x:.2f} {max(0.0, y - error):.2f}" for x, y, error in places]
+    band += [f"{x:.2f} {min(100.0, y + error):.2f}" for x, y, error in reversed(places)]
+    line = [f"{x:.2f} {y:.2f}" for x, y, _ in places]
     shapes = f'<path class="level" d="M{line[0]}H100"/>'  # the part above it is the gain
     shapes += f'<path class="band" d="M{"L".join(band)}Z"/><path class="line" d="M{"L".join(line)}"/>'
     shapes += "".join(f'<path class="dot stroke-found" d="M{at}h0"/>' for at in line)
@@ -421,15 +399,14 @@ def entry_rows(look: Snapshot, *, with_tenants: bool) -> str:
 
 
 def _entry_row(entry: CacheEntry, now: float, with_tenants: bool) -> str:
-    state = "whole" if entry.is_whole else "not in memory" if not entry.num_kept_tokens else "broken"
     facts = {
         "kept": f"{entry.num_kept_tokens:,} of {tokens(entry.num_tokens)}",
         "by": entry.source,
         "for": seconds(max(0.0, entry.until - now)) + (" from its last use" if entry.refresh_s else ""),
-        "state": state,
+        "state": "whole" if entry.is_whole else "not in memory" if not entry.num_kept_tokens else "broken",
         **({"tenant": entry.owner or "-"} if with_tenants else {}),
     }
-    return facts_row(facts)
+    return facts_row(facts.items())
 
 
 def session_rows(service: Service) -> str:
@@ -450,7 +427,7 @@ def _session_row(tenant: str, session_id: str, stats: SessionStats, with_tenants
         "last": f"{seconds(max(0.0, time.time() - stats.last_time))} ago",
         **({"tenant": tenant} if with_tenants else {}),
     }
-    return facts_row(facts)
+    return facts_row(facts.items())
 
 
 def tier_rows(report: TiersReport) -> str:
@@ -473,22 +450,14 @@ def _tier_row(tier: TierReport) -> str:
         "computed instead": f"{count(loads.num_declined)} declined, {count(damaged)} blocks damaged",
         "state": "works" if stats.breaker == "closed" else f"left alone after failures ({stats.breaker})",
     }
-    return facts_row(facts)
+    return facts_row(facts.items())
 
 
 def draft_rows(drafts: DraftCounts) -> str:
     """Draw the card of drafted tokens, the source with most drafts first; empty if no token was drafted."""
-    drafted = {
-        source: drafts.accepted.get(source, 0) + drafts.rejected.get(source, 0)
-        for source in {**drafts.accepted, **drafts.rejected}
-    }
-    largest = max(drafted.values(), default=1)
-    return "".join(
-        _draft_row(source, drafts.accepted.get(source, 0), number, largest)
-        for source, number in sorted(drafted.items(), key=lambda item: (-item[1], item[0]))
-    )
-
-
-def _draft_row(source: str, accepted: int, drafted: int, largest: int) -> str:
-    shares = {"found": accepted / largest, "computed": (drafted - accepted) / largest}
-    return row(source, f"{accepted / drafted:.0%}", f"{count(accepted)} of {tokens(drafted)}", shares)
+    largest, rows = max(drafts.by_source().values(), default=1), []
+    for source, drafted in sorted(drafts.by_source().items(), key=lambda item: (-item[1], item[0])):
+        accepted = drafts.accepted.get(source, 0)
+        shares = {"found": accepted / largest, "computed": (drafted - accepted) / largest}
+        rows.append(row(source, f"{accepted / drafted:.0%}", f"{count(accepted)} of {tokens(drafted)}", shares))
+    return "".join(rows)

@@ -21,8 +21,7 @@ from foreword.request import SamplingParams
 from foreword.server.access.tenants import ANYBODY, DASHBOARD, Tenant
 from foreword.server.api_errors import APIError
 from foreword.server.dashboard import drawings as draw
-from foreword.server.dashboard.drawings import draft_rows, entry_rows, memory_curve, model_card, session_rows, tier_rows
-from foreword.server.dashboard.parts import Head, Html, card, confirmed, figure, window_choice
+from foreword.server.dashboard.parts import Head, Html, card, confirmed, figure, told, window_choice
 from foreword.server.dashboard.prefixes import Prefixes
 from foreword.server.observe.metrics import mostly_found
 from foreword.server.records import RequestRecord
@@ -58,8 +57,7 @@ class Parting:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        with ui.element("div").classes("card span12"):
-            ui.html('<div class="title">Why prompts part early</div>', sanitize=False)
+        with card("Why prompts part early", "span12"):
             with ui.element("div").classes("pins"):
                 self._tenant = ui.select([], with_input=False).props(
                     'outlined dense aria-label="tenant" data-testid="parting-tenant"'
@@ -143,12 +141,7 @@ class Chat:
         self._messages: list[dict[str, str]] = []
         self._busy = False
         is_demo = service.model_name == "foreword-demo"
-        with ui.element("div").classes("card chat"):
-            ui.html(
-                '<div class="title">Chat <span class="key"><i class="found"></i>from the cache</span>'
-                '<span class="key"><i class="computed"></i>computed</span></div>',
-                sanitize=False,
-            )
+        with card("Chat", "chat", ("from the cache", "computed")):
             self._system = (
                 ui.textarea("System message", value=DEMO_SYSTEM if is_demo else "")
                 .props("outlined dense autogrow")
@@ -181,7 +174,7 @@ class Chat:
         try:
             text, record = await self._answer(answer)
             self._messages.append({"role": "assistant", "content": text})
-            turn.content = self._reuse(record)
+            turn.content = draw.reuse(record, self._service.llm.tokenizer)
         except ForewordError as error:
             self._messages.pop()
             answer.content = escape(str(error))
@@ -204,15 +197,6 @@ class Chat:
         finally:
             stream.close()
         return text, stream.jobs[0].record
-
-    def _reuse(self, record: RequestRecord) -> str:
-        return (
-            f"{draw.reuse_bar(record.num_cached_tokens, record.num_prompt_tokens)}"
-            f'<div class="counts"><span class="found">{draw.count(record.num_cached_tokens)} cached</span>'
-            f'<span class="computed">{draw.count(record.num_computed_tokens)} computed</span>'
-            f"<span>{draw.seconds(record.time_to_first_token)} to first token</span></div>"
-            f"{draw.why(record, self._service.llm.tokenizer)}"
-        )
 
 
 def _say(role: str, text: str) -> ui.html:
@@ -290,11 +274,9 @@ class View:
         question = "Forget all cached prefixes? The next requests compute theirs anew. Pins end, too."
         if not await confirmed(question, "Reset"):
             return
-        try:
+        with told():
             await self._service.insight.reset()
             ui.notify("The cache is empty.")
-        except ForewordError as error:
-            ui.notify(str(error), type="negative")
 
     # ----------------------------------------------------------------- refresh
 
@@ -331,16 +313,16 @@ class View:
         self._waiting.set_visibility(not has_traffic)
         for part in self._traffic:
             part.set_visibility(has_traffic)
-        self._model.show(model_card(service, look.num_blocks))
+        self._model.show(draw.model_card(service, look.num_blocks))
         self._pool.show(draw.pool_map(look.block_states))
         if self._tiers is not None:
-            self._tiers.show(tier_rows(look.tiers))
-        drafted = draft_rows(look.drafts)
+            self._tiers.show(draw.tier_rows(look.tiers))
+        drafted = draw.draft_rows(look.drafts)
         self._drafts_card.set_visibility(bool(drafted))
         self._drafts.show(drafted)
         self._entries_card.set_visibility(bool(look.entries))
-        self._entries.show(entry_rows(look, with_tenants=service.tenants.asks_for_keys))
-        sessions = session_rows(service)
+        self._entries.show(draw.entry_rows(look, with_tenants=service.tenants.asks_for_keys))
+        sessions = draw.session_rows(service)
         self._sessions_card.set_visibility(bool(sessions))
         self._sessions.show(sessions)
         if not has_traffic:
@@ -350,17 +332,15 @@ class View:
         self._covered.show(f"the last {NUM_RECENT:,} requests" if is_cut else draw.requests(len(lately)))
         for tile, text in zip(self._figures, self._figure_texts(look, lately, [*running, *records], now), strict=True):
             tile.show(text)
-        self._bars.show(draw.token_bars(records, now, window_s))
+        ran = [record for record in records if record.first_scheduled_time is not None]
+        prompts = [(each.finished_time or now, each.num_cached_tokens, each.num_computed_tokens) for each in ran]
+        self._bars.show(draw.token_bars(prompts, now, window_s))
         self._dots.show(draw.ttft_dots(records, now, window_s))
         stats = look.stats
-        self._reasons.show(
-            draw.miss_reasons(
-                {str(reason): tokens for reason, tokens in stats.missed_tokens.items()},
-                {str(reason): requests for reason, requests in stats.misses.items()},
-            )
-        )
+        missed, misses = ({str(reason): n for reason, n in of.items()} for of in (stats.missed_tokens, stats.misses))
+        self._reasons.show(draw.miss_reasons(missed, misses))
         seconds_per_token = service.thread.prefill.seconds_per_token
-        self._more.show(memory_curve(look, service.insight.curve, service.llm.kv_block_bytes, seconds_per_token))
+        self._more.show(draw.memory_curve(look, service.insight.curve, service.llm.kv_block_bytes, seconds_per_token))
         self._latest.show(self._request_rows(records, 5))
 
     def _figure_texts(

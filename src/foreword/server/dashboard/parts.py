@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 
 from nicegui import ui
+
+from foreword.errors import ForewordError
 
 STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 ICON = (
@@ -99,6 +103,15 @@ def window_choice() -> ui.toggle:
     return ui.toggle(WINDOWS_S, value=300.0).props(
         'no-caps unelevated dense data-testid="window" aria-label="time window"'
     )
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Tell the viewer about an error of what the `with` statement does."""
+    try:
+        yield
+    except ForewordError as error:
+        ui.notify(str(error), type="negative")
 
 
 async def confirmed(question: str, action: str) -> bool:

@@ -15,10 +15,9 @@ from nicegui import events, ui
 
 from foreword.cache import PrefixNode
 from foreword.engine import Keep, Prompt
-from foreword.errors import ForewordError
 from foreword.server.cache_api import listed_prompts, node_report
 from foreword.server.dashboard import drawings as draw
-from foreword.server.dashboard.parts import confirmed
+from foreword.server.dashboard.parts import Html, card, confirmed, told
 from foreword.server.records import RequestRecord
 from foreword.server.service import Service
 from foreword.server.verbs import PIN, TOP_PREFIXES, UNPIN
@@ -81,8 +80,7 @@ class Prefixes:
         self._chosen: str | None = None
         self._sought = ""
         with ui.element("div").classes("grid"):
-            with ui.element("div").classes("card span7"):
-                ui.html('<div class="title">Cached prefixes, most reused first</div>', sanitize=False)
+            with card("Cached prefixes, most reused first", "span7"):
                 self._search = (
                     ui.input(placeholder="Search in these prefixes", on_change=self._seek)
                     .props('outlined dense clearable debounce=300 data-testid="search" aria-label="search"')
@@ -95,9 +93,9 @@ class Prefixes:
                     .props('no-connectors no-nodes-label=" " data-testid="tree"')
                 )
                 self._tree.add_slot("default-header", _ROW)
-            with ui.element("div").classes("card span5"):
-                ui.html('<div class="title">This prefix</div>', sanitize=False)
-                self._detail = ui.html(_NOTHING, sanitize=False).props('data-testid="prefix"')
+            with card("This prefix", "span5"):
+                self._detail = Html(test_id="prefix")
+                self._detail.show(_NOTHING)
                 with ui.element("div").classes("pins") as self._pins:
                     self._pin_time = ui.select(PIN_TIMES_S, value=3600.0).props(
                         'outlined dense aria-label="how long" data-testid="pin-time"'
@@ -138,12 +136,12 @@ class Prefixes:
                 self._opened = True
                 self._tree.expand([entry["id"] for node in tree for entry in (node, *node["children"])])
         if self._chosen in self._reports:  # otherwise it was evicted, and the viewer may still read it
-            self._show(_detail(self._reports[self._chosen]))
+            self._detail.show(_detail(self._reports[self._chosen]))
 
     def _select(self, event: events.ValueChangeEventArguments[str | None]) -> None:
         self._chosen = event.value
         report = self._reports.get(event.value or "")
-        self._show(_NOTHING if report is None else _detail(report))
+        self._detail.show(_NOTHING if report is None else _detail(report))
         self._pins.set_visibility((event.value or "") in self._nodes)
 
     async def _seek(self, event: events.ValueChangeEventArguments[str | None]) -> None:
@@ -161,21 +159,17 @@ class Prefixes:
         )
         if not await confirmed(question, "Pin"):
             return
-        try:
+        with told():
             entry = await self._service.thread.change(PIN, prompt, Keep(seconds))
             ui.notify(f"{draw.tokens(entry.num_kept_tokens)} pinned for {PIN_TIMES_S[seconds]}.")
-        except ForewordError as error:
-            ui.notify(str(error), type="negative")
 
     async def _unpin(self) -> None:
         prompt = self._chosen_prompt()
         if prompt is None or not await confirmed("Let this prefix be evicted like all others?", "Unpin"):
             return
-        try:
+        with told():
             await self._service.thread.change(UNPIN, prompt)
             ui.notify("Unpinned.")
-        except ForewordError as error:
-            ui.notify(str(error), type="negative")
 
     def _chosen_prompt(self) -> Prompt | None:
         """Return a prompt that begins with the chosen prefix. If no recent request does, tell the viewer."""
@@ -183,10 +177,6 @@ class Prefixes:
         if prompt is None:
             ui.notify("No recent request begins with this prefix; pin it with LLM.pin_prefix().", type="warning")
         return prompt
-
-    def _show(self, content: str) -> None:
-        if self._detail.content != content:
-            self._detail.content = content
 
 
 def _matching(reports: Mapping[str, Mapping[str, Any]], sought: str) -> Mapping[str, Mapping[str, Any]]:

@@ -20,8 +20,7 @@ from foreword.engine import Prompt, Snapshot
 from foreword.replay.curve import CurvePoint, LiveLruCurve
 from foreword.replay.keys import PrefixKeys, chain, content_ids_of_tokens
 from foreword.server.api_errors import APIError
-from foreword.server.engine_door import EngineDoor
-from foreword.server.engine_thread import Ended
+from foreword.server.engine_thread import Ended, EngineDoor
 from foreword.server.observe.explanations import most_similar
 from foreword.server.records import Listener, Records, RequestRecord
 from foreword.server.verbs import RESET, SNAPSHOT
@@ -29,6 +28,11 @@ from foreword.server.verbs import RESET, SNAPSHOT
 FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """The cache sizes whose hit rates are estimated, as multiples of the pool."""
 MAX_WAIT_S = 5.0
+
+
+def lru_curve(num_blocks: int, block_tokens: int) -> LiveLruCurve:
+    """Return an empty curve for `FACTORS` times this number of blocks."""
+    return LiveLruCurve([max(1, int(num_blocks * factor)) for factor in FACTORS], block_tokens=block_tokens)
 
 
 class MoreMemory:
@@ -43,8 +47,7 @@ class MoreMemory:
         self._lock = threading.Lock()
         self._curve: LiveLruCurve | None = None
         if num_blocks is not None:
-            capacities = [max(1, int(num_blocks * factor)) for factor in FACTORS]
-            self._curve = LiveLruCurve(capacities, block_tokens=block_tokens)
+            self._curve = lru_curve(num_blocks, block_tokens)
             self._curve.admit(np.empty(0, np.uint64), 0)  # compiles the loops before requests come
 
     @property
@@ -53,16 +56,13 @@ class MoreMemory:
         return None if self._curve is None else self._curve.sampling_rate
 
     def note(self, ended: Sequence[Ended]) -> None:
-        """Add requests that have ended to the estimate."""
         if self._curve is None:
             return
         for request in ended:
             job = request.job
             if job.record.first_scheduled_time is None:
                 continue
-            params = job.params
-            reads = params.reads_cache
-            num_looked_up = job.record.num_queried_tokens if reads else 0
+            num_looked_up = job.record.num_queried_tokens if job.params.reads_cache else 0
             for answer in request.answers:
                 keys = block_keys(job.prompt, answer, self._curve.block_tokens)
                 for index, position in job.record.jumps:  # from a jump on, keys depend on positions
@@ -79,7 +79,6 @@ class MoreMemory:
             return [] if self._curve is None else self._curve.points()
 
     def reset(self) -> None:
-        """Forget everything, as the cache does."""
         if self._curve is not None:
             with self._lock:
                 self._curve.reset()
@@ -132,7 +131,7 @@ class Insight:
         except (TimeoutError, APIError) as error:
             if self._last is None:
                 remedy = "it is busy, try again" if isinstance(error, TimeoutError) else "GET /health says why"
-                raise APIError(503, f"The engine does not answer; {remedy}.", kind="server_error") from None
+                raise APIError(503, f"The engine does not answer; {remedy}.") from None
         return self._last
 
     async def reset(self) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from html import escape
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -118,13 +117,13 @@ def _groups(report: Report) -> str:
         (sums["name"][:MOST_LETTERS], f"{sums['found'] / max(1, sums['tokens']):.0%} of {draw.tokens(sums['tokens'])}")
         for sums in (*report.why["sessions"], *report.why["kinds"])
     )
-    return f'<div class="model-facts">{draw.pairs(rows)}</div>'
+    return draw.facts_row(rows)
 
 
 def _newest(report: Report) -> str:
     prompts = reversed(report.why["newest"])
     rows = ((f"{draw.count(prompt['found'])} of {draw.tokens(prompt['tokens'])}", prompt["why"]) for prompt in prompts)
-    return f'<div class="model-facts">{draw.pairs(rows)}</div>'
+    return draw.facts_row(rows)
 
 
 def more_memory(report: Report) -> str:
@@ -167,7 +166,7 @@ def _stream(report: Report) -> str:
         "other sizes ignored": draw.count(report.seen.other_sizes),
         "recorded": "-" if report.num_recorded is None else draw.requests(report.num_recorded),
     }
-    return draw.facts_row(facts)
+    return draw.facts_row(facts.items())
 
 
 logger = logging.getLogger(__name__)
@@ -185,7 +184,6 @@ class WatchThread:
         self._thread = threading.Thread(target=self._run, name="foreword-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to poll."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -227,35 +225,27 @@ def make_app(watcher: Watcher, name: str, operators: Operators) -> FastAPI:
     async def home() -> Response:
         return RedirectResponse(f"{PATH}/")
 
+    @app.exception_handler(APIError)
+    async def refused(request: Request, error: APIError) -> Response:
+        return _refusal(request, error)
+
     @app.get("/report")
     async def report(request: Request) -> Response:
-        try:
-            operators.check(request.scope)
-        except APIError as error:
-            return _refusal(request, error)
-        body: dict[str, Any] = {**thread.latest.as_dict(), "failure": thread.failure}
-        return JSONResponse(body)
+        operators.check(request.scope)
+        return JSONResponse({**thread.latest.as_dict(), "failure": thread.failure})
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        try:
-            operators.check(request.scope)
-        except APIError as error:
-            return _refusal(request, error)
+        operators.check(request.scope)
         if thread.failure is not None:  # old numbers would look like an engine at rest
             return Response(f"{thread.failure}\n", 503, media_type="text/plain")
-        return Response(exposition(thread.latest), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(WatchMetrics(thread.latest)), media_type=CONTENT_TYPE_LATEST)
 
     mount_page(app, operators, name, lambda: WatchView(name, thread), _refusal)
     return app
 
 
-def exposition(report: Report) -> bytes:
-    """Return a report in Prometheus' text format."""
-    return generate_latest(_Metrics(report))
-
-
-class _Metrics(Collector):
+class WatchMetrics(Collector):
     """The numbers of one report."""
 
     def __init__(self, report: Report) -> None:

@@ -26,7 +26,7 @@ from foreword.replay.curve import CurvePoint, LiveLruCurve
 from foreword.replay.keys import PrefixKeys
 from foreword.replay.trace import TraceWriter
 from foreword.server.observe.explanations import IN_WORDS, NEW_TEXT
-from foreword.server.observe.insight import FACTORS
+from foreword.server.observe.insight import lru_curve
 
 NUM_ROWS = 10
 """The number of sessions, and of kinds of prompts, in a report. The groups with the most tokens are listed."""
@@ -151,7 +151,6 @@ class Tally:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the sums as values of JSON."""
         return {
             "reasons": {name: {"requests": self.misses[name], "tokens": n} for name, n in self.missed_tokens.items()},
             "sessions": [group.as_dict() for group in _largest(self._sessions)],
@@ -184,18 +183,8 @@ def _largest(sums: OrderedDict[Key | str, GroupSums]) -> list[GroupSums]:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RecentPrompt:
-    """A prompt in the form for `draw.token_bars`."""
-
-    finished_time: float
-    """The time of this process's monotonic clock when the request was seen."""
-    num_cached_tokens: int
-    num_computed_tokens: int
-
-    @property
-    def first_scheduled_time(self) -> float:
-        return self.finished_time
+_AS_THEY_ARE = "state blocks tokens pool_blocks block_tokens stored_per_s removed_per_s batches".split()
+"""The fields of a report that are values of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +207,8 @@ class Report:
     curve: tuple[CurvePoint, ...]
     """The estimated hit rates of the seen requests for multiples of the pool; empty while its size is unknown."""
     common_prefixes: tuple[CommonPrefix, ...]
-    recent: tuple[RecentPrompt, ...]
+    recent: tuple[tuple[float, int, int], ...]
+    """For each of the newest prompts: when it was seen (monotonic clock), and its found and computed tokens."""
     num_recorded: int | None
     """The number of requests in the recording; None without a recording."""
     why: dict[str, Any]
@@ -241,16 +231,8 @@ class Report:
         return "" if self.is_exact else least if self.seen.is_bound else about
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as values of JSON."""
         return {
-            "state": self.state,
-            "blocks": self.blocks,
-            "tokens": self.tokens,
-            "pool_blocks": self.pool_blocks,
-            "block_tokens": self.block_tokens,
-            "stored_per_s": self.stored_per_s,
-            "removed_per_s": self.removed_per_s,
-            "batches": self.batches,
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
             **self.troubles,
             "seen": asdict(self.seen),
             "hit_rate": None if self.hit_rate is None else round(self.hit_rate, 4),
@@ -296,7 +278,7 @@ class Watcher:
         self._decode = decode
         self._tally = Tally(decode)
         self._recording = None if record is None else _Recording(record)
-        self._recent: deque[RecentPrompt] = deque(maxlen=NUM_RECENT)
+        self._recent: deque[tuple[float, int, int]] = deque(maxlen=NUM_RECENT)
         self._prefixes: tuple[CommonPrefix, ...] = ()
         self._prefixes_after = -float("inf")
         self._polled = self._reported = time.monotonic()
@@ -324,7 +306,7 @@ class Watcher:
             first = self._subscriber.mirror.blocks.get((*self._requests.place, request.keys[0]))
             self._tally.note(request, None if first is None else first.token_ids)
             computed = request.num_prompt_tokens - request.num_found_tokens
-            self._recent.append(RecentPrompt(now, request.num_found_tokens, computed))
+            self._recent.append((now, request.num_found_tokens, computed))
             self._curve.note(request)
             if self._recording is not None:
                 self._recording.write(request)
@@ -389,7 +371,6 @@ class _Curve:
         self._num_blocks = 0
 
     def note(self, request: SeenRequest) -> None:
-        """Add a request."""
         keys = _numbers(request.keys)
         self._past.append((keys, request.num_prompt_tokens))
         self._num_past_blocks += len(keys)
@@ -404,8 +385,7 @@ class _Curve:
             return ()
         if self._curve is None or num_blocks > MIN_GROWTH * self._num_blocks:
             self._num_blocks = num_blocks
-            capacities = [max(1, int(num_blocks * factor)) for factor in FACTORS]
-            self._curve = LiveLruCurve(capacities, block_tokens=block_tokens)
+            self._curve = lru_curve(num_blocks, block_tokens)
             for keys, num_prompt_tokens in self._past:
                 self._curve.admit(keys, num_prompt_tokens)
         return tuple(self._curve.points())
@@ -413,11 +393,8 @@ class _Curve:
 
 def _numbers(keys: Sequence[Key]) -> PrefixKeys:
     """Convert an engine's keys, signed numbers or digests, to 64-bit numbers. Of a digest the last 8 bytes count."""
-    return np.array([_number(key) for key in keys], np.uint64)
-
-
-def _number(key: Key) -> int:
-    return (int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key) % 2**64
+    numbers = (int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key for key in keys)
+    return np.array([number % 2**64 for number in numbers], np.uint64)
 
 
 class _Recording:
