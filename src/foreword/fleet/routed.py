@@ -39,8 +39,7 @@ from foreword.fleet.warmth import Warmth
 from foreword.llm import LLM
 from foreword.server.answer_stream import Accepted, AnswerStream, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error
-from foreword.server.engine_door import Number, PrefillSpeed
-from foreword.server.engine_thread import AfterStep, Ended
+from foreword.server.engine_thread import AfterStep, Ended, Number, PrefillSpeed
 from foreword.server.hints import RETAIN
 from foreword.server.records import Records
 from foreword.server.verbs import SHRINK

@@ -1,4 +1,4 @@
-"""The engine's own thread, and its connection to asyncio.
+"""The door between a server and its engines, and the thread that steps the only engine of this process.
 
 The two sides share only two queues:
 
@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from foreword.engine import Engine
 from foreword.errors import EngineError
@@ -28,7 +29,6 @@ from foreword.llm import LLM
 from foreword.request import RequestOutput
 from foreword.server.answer_stream import Accepted, AnswerStream, Delta, Event, Finished, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error, step_failed
-from foreword.server.engine_door import EngineDoor, PrefillSpeed
 from foreword.server.records import Listener, Records
 from foreword.server.verbs import T, Ts, Verb
 
@@ -38,6 +38,84 @@ STORE_POLL_S = 0.01
 """Seconds between two checks of the stores of tiers while no request runs."""
 MAX_FAILED_STEPS = 3
 """Number of successive failed steps after which the engine, not a request, counts as broken."""
+
+
+class PrefillSpeed:
+    """Seconds per prompt token, measured over steps that are mostly prefill."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._seconds = 0.0
+
+    def note_step(self, num_tokens: int, num_running: int, seconds: float) -> None:
+        """Note a step of `num_tokens` tokens for `num_running` requests. Steps that mostly decode are left out."""
+        if num_tokens >= 2 * num_running + 16:
+            self._num_tokens += num_tokens
+            self._seconds += seconds
+
+    @property
+    def seconds_per_token(self) -> float:
+        """The mean of the seconds per token since the start; 0.0 before the first prefill."""
+        return self._seconds / self._num_tokens if self._num_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A metric that does not come from an engine."""
+
+    name: str
+    meaning: str
+    values: Mapping[str, float]
+    """The metric's values, by the value of `label`."""
+    label: str
+    is_counter: bool = False
+
+
+class EngineDoor(Protocol):
+    """The engines of one model. All methods are for the event loop."""
+
+    failure: str | None
+    """Why no more requests are taken; None while requests are taken."""
+    num_choices: int
+    """The number of accepted choices that are not finished."""
+    prefill: PrefillSpeed
+
+    @property
+    def num_engines(self) -> int:
+        return 1
+
+    def numbers(self) -> list[Number]:
+        """Return further metrics."""
+        return []
+
+    def report(self) -> dict[str, Any] | None:
+        """Report the engines and the routing's decisions, for JSON; None if there is only one engine."""
+        return None
+
+    def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
+        """Report why requests went to their engines, the newest first. For a `request_id`, report all its attempts."""
+        return []
+
+    def start(self) -> None:
+        """Begin to serve; answers go to the event loop that is running now."""
+
+    async def stop(self) -> None:
+        """End the running requests. May be called twice."""
+
+    def submit(self, jobs: Sequence[Job], *, whole: bool) -> AnswerStream:
+        """Submit prompts. The stream's first event says whether all of them were accepted or all refused."""
+
+    def shrink(self, namespace: str, max_blocks: int) -> None:
+        """Shrink a namespace's share of each engine's cache. Called in the thread that notices ended requests."""
+
+    async def ask(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
+        """Run a verb on every engine between two steps, and merge the results. Raises the verb's exceptions."""
+
+    async def change(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
+        """Like `ask`, run a verb, which changes something. An engine that stands still runs the verb before it takes
+        requests again, so the verb may run late, or twice.
+        """
+        return await self.ask(verb, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +210,6 @@ class EngineThread(EngineDoor):
         self._engine.shrink_namespace(namespace, max_blocks)
 
     async def ask(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
-        """Run a verb on the engine, and return its result."""
         return await self.call(lambda engine: verb.run(engine, *arguments))
 
     async def call(self, function: Callable[[Engine], T]) -> T:
@@ -163,41 +240,29 @@ class EngineThread(EngineDoor):
         try:
             while not self._stopping:
                 self._came_round = time.monotonic()
-                self._await_work()
+                is_idle = not self._engine.has_unfinished_requests()
+                self._take_commands((STORE_POLL_S if self._engine.store_on() else None) if is_idle else 0.0)
                 if self._engine.has_unfinished_requests():
                     self._step()
                 self._hand_over()
         except BaseException as error:
             logger.exception("the engine's thread has ended")
-            self._fail(f"{type(error).__name__}: {error}")
+            self._give_up(f"{type(error).__name__}: {error}")
         self._answer_the_rest()
         try:
             self._engine.close()
         except Exception:
             logger.exception("the cache could not be stored at the end")
 
-    def _await_work(self) -> None:
-        """Carry out commands. If there is nothing to compute and nothing to store, wait for a command."""
-        if self._engine.has_unfinished_requests():
-            self._take_commands(block=False)
-        elif self._engine.store_on():
-            with suppress(queue.Empty):
-                self._commands.get(timeout=STORE_POLL_S)()
-            self._take_commands(block=False)
-        else:
-            self._take_commands(block=True)
-
-    def _take_commands(self, *, block: bool) -> None:
-        if block:
-            command = self._commands.get()
-            self._came_round = time.monotonic()
-            command()
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            command()
+    def _take_commands(self, wait_s: float | None) -> None:
+        """Carry out all commands, after a wait of at most `wait_s` seconds for the first one; None: without a limit."""
+        with suppress(queue.Empty):
+            while True:
+                command = self._commands.get(timeout=wait_s)
+                if wait_s is None:
+                    self._came_round = time.monotonic()
+                wait_s = 0.0
+                command()
 
     def _add(self, stream: AnswerStream) -> None:
         if self.failure is not None:
@@ -230,7 +295,6 @@ class EngineThread(EngineDoor):
         self._tell(stream, answer)
 
     def _end(self, stream: AnswerStream, outcome: str) -> None:
-        """Abort all requests of an answer that still run."""
         for job in stream.jobs:
             running = self._running.pop(job.record.request_id, None)
             if running is not None:
@@ -263,7 +327,6 @@ class EngineThread(EngineDoor):
                 self._move(running)
 
     def _note(self, running: _Running, now: float | None) -> None:
-        """Update the record of a request."""
         record, output = running.job.record, running.output
         if now is not None:
             record.token_times.append(now)
@@ -274,7 +337,6 @@ class EngineThread(EngineDoor):
         record.num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
 
     def _move(self, running: _Running) -> None:
-        """Hand over the new part of an output."""
         output, stream = running.output, running.stream
         if not stream.whole:
             self._tell_deltas(running)
@@ -328,14 +390,12 @@ class EngineThread(EngineDoor):
         for stream in failed:
             self._refuse(stream, step_failed(reason), "failed")
         if self._failed_steps >= MAX_FAILED_STEPS:
-            self._fail(f"{self._failed_steps} successive steps failed, the last with: {reason}")
-
-    def _fail(self, reason: str) -> None:
-        logger.critical("the engine has failed: %s", reason)
-        self._give_up(reason)
+            self._give_up(f"{self._failed_steps} successive steps failed, the last with: {reason}")
 
     def _give_up(self, reason: str) -> None:
         """Refuse every request from now on."""
+        if not self._stopping:
+            logger.critical("the engine has failed: %s", reason)
         self.failure = reason
         for stream in {running.stream for running in self._running.values()}:
             try:
@@ -354,9 +414,9 @@ class EngineThread(EngineDoor):
         if self.failure is None:
             self._give_up("the server has been stopped")
         while not self._stopping:  # the engine is broken: refuse whatever still arrives
-            self._take_commands(block=True)
+            self._take_commands(None)
             self._hand_over()
-        self._take_commands(block=False)
+        self._take_commands(0.0)
         self._hand_over()
 
     # -------------------------------------------------------------- hand-over

@@ -27,7 +27,7 @@ from foreword.request import Adapter, HeldBytes, SamplingParams, StructuredOutpu
 from foreword.server.access.adapters import ServedAdapters
 from foreword.server.access.links import ServedLinks
 from foreword.server.access.operators import Operators
-from foreword.server.access.tenants import Quotas, SharedPrefixes, Tenant, Tenants, common_beginning, read_prefix
+from foreword.server.access.tenants import Quotas, Tenant, Tenants, common_beginning, num_shared, read_prefix
 from foreword.server.answer_stream import AnswerStream, Job
 from foreword.server.api_errors import (
     APIError,
@@ -45,8 +45,7 @@ from foreword.server.bodies.json_scan import scan_json
 from foreword.server.chats.score_template import CLASSIFYING, RANKING, Judge
 from foreword.server.chats.tools import LoggedPatterns
 from foreword.server.crews import CALLER, Crews
-from foreword.server.engine_door import EngineDoor
-from foreword.server.engine_thread import AfterStep, in_a_thread
+from foreword.server.engine_thread import AfterStep, EngineDoor, in_a_thread
 from foreword.server.hints import Hints
 from foreword.server.kept_responses import KeptResponses
 from foreword.server.observe.insight import Insight, MoreMemory
@@ -221,9 +220,7 @@ class Service:
         self.template_report = TemplateReport() if tokenizer is None else tokenizer.template_report()
         self.template_changes = [] if tokenizer is None else check_template(tokenizer)
         log_template(tokenizer, self.template_report, self.template_changes)
-        self.shared_prefixes = SharedPrefixes(
-            [prefix for path in config.share_prefix for prefix in self._read_prefix(path)]
-        )
+        self._shared_prefixes = [prefix for path in config.share_prefix for prefix in self._read_prefix(path)]
 
     def _media(self, config: ServerConfig) -> MediaDomains | None:
         if not config.allow_media_domain:
@@ -273,7 +270,6 @@ class Service:
         return tenant
 
     def models_of(self, tenant: Tenant) -> list[str]:
-        """List the model names that a tenant's requests may give."""
         return [*self._model_names, *filter(tenant.may_use, self.adapters.names)]
 
     async def adapter(self, model: str | None, tenant: Tenant) -> Adapter | None:
@@ -282,12 +278,11 @@ class Service:
         Raises APIError: 404 for a name that is not served, or not to this tenant; 429 if requests hold too many other
         adapters; 503 for files that cannot be read. Only the log names the files.
         """
+        self.check_model(model, tenant)
         if model is None or model in self._model_names:
             return None
-        self.check_model(model, tenant)
-        served = self.adapters.find(model)
         try:
-            return await self.adapters.load_in(self.crews.adapters, served)
+            return await self.adapters.load_in(self.crews.adapters, self.adapters.find(model))
         except InvalidRequestError as error:
             logger.warning("the adapter %r is asked for and cannot be read: %s", model, error)
             raise adapter_unread(model) from error
@@ -311,7 +306,6 @@ class Service:
         }
 
     def listeners(self) -> list[ListenerHealth]:
-        """Return the health of all listeners to requests."""
         healths = [*(listener.health for listener in self._after_step), *self.records.listeners()]
         healths += [sender.health for sender in (self.recorder, self.tracing) if sender is not None]
         return healths
@@ -338,7 +332,6 @@ class Service:
         return max(1, limit if self.config.max_prompt_tokens is None else min(limit, self.config.max_prompt_tokens))
 
     async def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """Return the token ids of a text."""
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text)
         return await self.crews.text.run(lambda: self.tokenizer.encode(text))
@@ -368,7 +361,7 @@ class Service:
 
     async def encode_part(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a part of a text, without special tokens around it."""
-        return await self.crews.text.run(lambda: self.tokenizer.encode_part(text))
+        return await self.crews.text.run(partial(self.tokenizer.encode_part, text))
 
     async def render_chat(
         self,
@@ -578,7 +571,7 @@ class Service:
     def _extra_keys(self, prompt: npt.NDArray[np.int32], salt: str | None) -> ExtraKeys:
         if salt is None:
             return NO_EXTRA_KEYS
-        return ExtraKeys(salt=salt, salt_offset=self.shared_prefixes.num_shared(prompt))
+        return ExtraKeys(salt=salt, salt_offset=num_shared(prompt, self._shared_prefixes))
 
     def placed(self, prompt: Prompt, salt: str | None, adapter: Adapter | None) -> Prompt:
         """Put a prompt into the namespace of a salt. Its keys for an adapter and for pictures stay."""

@@ -12,7 +12,7 @@ import pytest
 
 from foreword.config import Environment
 from foreword.errors import ConfigError
-from foreword.server.access.tenants import SharedPrefixes, Tenant, Tenants, common_beginning, read_keys, shown_key
+from foreword.server.access.tenants import Tenant, Tenants, common_beginning, num_shared, read_keys, shown_key
 from foreword.server.api_errors import APIError
 from foreword.server.app import make_app
 from foreword.server.options import ServerConfig
@@ -133,11 +133,11 @@ def test_without_keys_everybody_shares_and_only_salts_part(keys_file):
 
 
 def test_a_prompt_is_public_as_far_as_the_longest_prefix_that_it_has_whole():
-    shared = SharedPrefixes([np.arange(10, dtype=np.int32), np.array([0, 1, 2], np.int32), np.empty(0, np.int32)])
-    assert shared.num_shared(np.arange(12, dtype=np.int32)) == 10
-    assert shared.num_shared(np.arange(9, dtype=np.int32)) == 3
-    assert shared.num_shared(np.array([0, 1, 7], np.int32)) == 0
-    assert SharedPrefixes([]).num_shared(np.array([5], np.int32)) == 0
+    public = [np.arange(10, dtype=np.int32), np.array([0, 1, 2], np.int32), np.empty(0, np.int32)]
+    assert num_shared(np.arange(12, dtype=np.int32), public) == 10
+    assert num_shared(np.arange(9, dtype=np.int32), public) == 3
+    assert num_shared(np.array([0, 1, 7], np.int32), public) == 0
+    assert num_shared(np.array([5], np.int32), []) == 0
 
 
 def test_a_texts_stable_tokens_are_those_common_to_all_continuations():

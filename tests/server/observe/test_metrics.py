@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from foreword.server.engine_door import PrefillSpeed
+from foreword.server.engine_thread import PrefillSpeed
 from foreword.server.options import ServerConfig
 from foreword.server.records import Listener
 from live_server import MODEL, ServerProcess, ServerThread, embedded_llm, post, wait_until

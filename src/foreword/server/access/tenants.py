@@ -59,7 +59,6 @@ class Tenant:
     """The names of the adapters that it may use; None: all adapters."""
 
     def may_use(self, adapter: str) -> bool:
-        """Say whether its requests may name an adapter."""
         return self.adapters is None or adapter in self.adapters
 
     def check_priority(self, priority: int) -> None:
@@ -120,7 +119,6 @@ class Tenants:
         return None if key is None else self._tenant_of.get(digest(key))
 
     def has_key(self, key: str) -> bool:
-        """Say whether a key belongs to a tenant."""
         return self.asks_for_keys and self.tenant_of(key) is not None
 
     def namespace(self, tenant: Tenant, cache_salt: str | None) -> str | None:
@@ -130,7 +128,7 @@ class Tenants:
         """
         if not self.asks_for_keys and cache_salt is None:
             return None
-        namespace = self._keyed_hash("tenant", tenant.name)
+        namespace = self.namespace_of_all(tenant)
         return namespace if cache_salt is None else f"{namespace}/{self._keyed_hash('salt', tenant.name, cache_salt)}"
 
     def owner(self, tenant: Tenant) -> str | None:
@@ -291,18 +289,12 @@ def read_prefix(path: Path) -> str:
         raise ConfigError(f"shared prefix {str(path)!r} cannot be read as UTF-8 text: {error}") from error
 
 
-class SharedPrefixes:
-    """Finds the public part of a prompt: the longest public prefix that the prompt begins with.
+def num_shared(prompt: TokenIds, prefixes: Sequence[TokenIds]) -> int:
+    """Count the leading tokens of a prompt that are public: the longest of `prefixes` that it begins with.
 
     Only whole prefixes count. If a prompt ends or differs inside a public prefix, no token of this prefix is shared.
     """
-
-    def __init__(self, prefixes: Sequence[TokenIds]) -> None:
-        self._prefixes = sorted((prefix for prefix in prefixes if len(prefix)), key=len, reverse=True)
-
-    def num_shared(self, prompt: TokenIds) -> int:
-        """Count the leading tokens of `prompt` that are public."""
-        return next((len(prefix) for prefix in self._prefixes if np.array_equal(prompt[: len(prefix)], prefix)), 0)
+    return max((len(prefix) for prefix in prefixes if np.array_equal(prompt[: len(prefix)], prefix)), default=0)
 
 
 def common_beginning(encodings: Sequence[TokenIds]) -> TokenIds:
