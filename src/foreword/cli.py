@@ -18,6 +18,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from foreword.config import Environment, engine_options, let_threads_rest
 from foreword.config.flags import Flags, grouped, unknown_argument, with_hyphens
 from foreword.config.option import options_of, pop_fields
 from foreword.config.vllm import ENGINE_OPTIONS, SERVER_OPTIONS
-from foreword.errors import ConfigError, ForewordError, InvalidRequestError, ModelLoadError
+from foreword.errors import ConfigError, ForewordError, InvalidRequestError, ModelLoadError, extra_for
 from foreword.log_lines import JsonLines, LogConfig, PatientHandler, TextLines
 
 if TYPE_CHECKING:
@@ -188,14 +189,8 @@ def _arguments_of(name: str, extra: str = "") -> Callable[[argparse.ArgumentPars
     """
 
     def add(parser: argparse.ArgumentParser) -> None:
-        try:
+        with extra_for("this command", extra) if extra else contextlib.nullcontext():
             module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if not extra:
-                raise
-            raise ConfigError(
-                f"this command needs the package {error.name}; run `pip install foreword[{extra}]`"
-            ) from error
         module.add_arguments(parser)
         parser.set_defaults(run=module.run)
 
@@ -213,11 +208,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     from foreword import SamplingParams
 
     parser.add_argument("given_model", metavar="MODEL", nargs="?", help=MODEL_HELP)
-    parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be given several times")
-    parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="file whose text to continue")
-    parser.add_argument(
-        "--prompt-token-ids", action="append", default=[], metavar="IDS", help="token ids to continue, such as 5,17,9"
-    )
+    _add_prompts(parser, "continue", "; may be given several times")
     parser.add_argument("--chat", action="store_true", help="take each prompt as a user's message")
     parser.add_argument("--json", action="store_true", help="print one JSON line per prompt")
     parser.add_argument(
@@ -236,14 +227,17 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_generate, flags=flags)
 
 
+def _add_prompts(parser: argparse.ArgumentParser, verb: str, more: str = "") -> None:
+    several = partial(parser.add_argument, action="append", default=[])
+    several("--prompt", help=f"text to {verb}{more}")
+    several("--prompt-file", type=Path, help=f"file whose text to {verb}")
+    several("--prompt-token-ids", metavar="IDS", help=f"token ids to {verb}, such as 5,17,9")
+
+
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("given_model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("file", metavar="FILE", type=Path, help="file to write, such as manual.fwkv")
-    parser.add_argument("--prompt", action="append", default=[], help="text to compute")
-    parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="file whose text to compute")
-    parser.add_argument(
-        "--prompt-token-ids", action="append", default=[], metavar="IDS", help="token ids to compute, such as 5,17,9"
-    )
+    _add_prompts(parser, "compute")
     parser.add_argument("--with-text", action="store_true", help="write the prompt's token ids into the file too")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     flags = Flags(grouped({**engine_options(), **options_of(LogConfig)}), ENGINE_OPTIONS)
@@ -275,13 +269,11 @@ def _model(args: argparse.Namespace, options: dict[str, Any]) -> str | None:
 
 
 def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    try:
+    with extra_for("serving", "serve"):
         from foreword.fleet.options import FleetConfig
         from foreword.server.access.links import read_gate
         from foreword.server.options import ServerConfig
         from foreword.server.run import check_address, check_files, serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"serving needs the package {error.name}; run `pip install foreword[serve]`") from error
     from foreword.demo.run import EMBEDDED_KV_BYTES, embedded_model
 
     environment = Environment.read()
@@ -310,12 +302,8 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def _serve_replicas(model: str, options: dict[str, Any], config: ServerConfig, fleet: FleetConfig) -> bool:
-    try:
+    with extra_for(f"replicas={fleet.replicas}", "cluster"):
         from foreword.fleet.run import serve_replicas
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"replicas={fleet.replicas} needs the package {error.name}; run `pip install foreword[cluster]`"
-        ) from error
     return serve_replicas(model, options, config, fleet)
 
 
@@ -331,7 +319,8 @@ def _generate(args: argparse.Namespace, options: dict[str, Any]) -> int:
         if len(prompts) == 1 and not args.json and llm.tokenizer is not None:
             outputs = [_print_stream(llm, prompts[0], params, chat=args.chat)]
         else:
-            outputs = _outputs(llm, prompts, params, chat=args.chat)
+            chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            outputs = llm.chat(chats, params) if args.chat else llm.generate(prompts, params)
             for output in outputs:
                 print(json.dumps(_as_json(output)) if args.json else _as_text(output))
         if args.explain:
@@ -352,12 +341,6 @@ def _export(args: argparse.Namespace, options: dict[str, Any]) -> int:
         report = llm.export_prefix(prompts[0], args.file, with_text=args.with_text, overwrite=args.overwrite)
     print(f"wrote {args.file}: {report.tokens:,} tokens in {report.blocks:,} blocks, {report.bytes:,} bytes")
     return 0
-
-
-def _outputs(llm: LLM, prompts: list[Any], params: SamplingParams, *, chat: bool) -> list[RequestOutput]:
-    if chat:
-        return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
-    return llm.generate(prompts, params)
 
 
 def _load(model: str, options: dict[str, Any]) -> LLM:

@@ -24,6 +24,9 @@ Knows only names. `ForewordError` catches all of them; each message names the wr
     └── EngineError                a step failed and its requests were aborted, or the engine is closed
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ForewordError(Exception):
     """Base of every deliberate error."""
@@ -121,6 +124,19 @@ class TraceError(ForewordError):
 
 class EngineError(ForewordError):
     """A step failed, its requests were aborted and their blocks freed; or the engine is closed."""
+
+
+@contextmanager
+def extra_for(what: str, extra: str, remedy: str = "") -> Iterator[None]:
+    """Raise ConfigError if the `with` statement cannot import a package that the pip extra `extra` brings.
+
+    `what` names what needs the package; `remedy` follows the command that installs it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        message = f"{what} needs the package {error.name}; run `pip install foreword[{extra}]`{remedy}"
+        raise ConfigError(message) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foreword.errors import ConfigError
+from foreword.errors import extra_for
 from foreword.server.access.operators import COOKIE, SESSION_S, Operators
 from foreword.server.api_errors import APIError
 from foreword.server.dashboard.parts import FORM_STYLE, ICON
@@ -94,12 +94,8 @@ class Edge:
 
 def mount_dashboard(app: FastAPI, service: Service) -> None:
     """Show the dashboard of this app's engine at /dashboard. Raises ConfigError if NiceGUI is not installed."""
-    try:
+    with extra_for("the dashboard", "serve", ", or give dashboard=False"):
         from foreword.server.dashboard.page import View
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the dashboard needs the package {error.name}; run `pip install foreword[serve]`, or give dashboard=False"
-        ) from error
     mount_page(app, service.operators, service.model_name, lambda: View(service))
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from foreword.errors import ConfigError
+from foreword.errors import extra_for
 from foreword.server.records import ListenerHealth, RequestRecord
 
 if TYPE_CHECKING:
@@ -34,13 +34,9 @@ class Tracing:
     @classmethod
     def to_endpoint(cls, endpoint: str, model_name: str) -> Tracing:
         """Send spans as OTLP over HTTP, in batches. Raises ConfigError if packages are missing."""
-        try:
+        with extra_for("otlp_traces_endpoint", "trace"):
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"otlp_traces_endpoint needs the package {error.name}; run `pip install foreword[trace]`"
-            ) from error
         health = ListenerHealth("trace_export")
 
         class Watched(OTLPSpanExporter):

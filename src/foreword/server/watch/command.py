@@ -17,7 +17,7 @@ from rich.table import Table
 
 from foreword.cache import MissReason
 from foreword.config import Environment
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, extra_for
 from foreword.events.sources import find_source
 from foreword.events.subscriber import Subscriber
 from foreword.server.observe.explanations import IN_WORDS
@@ -122,18 +122,15 @@ def _server(args: argparse.Namespace) -> Callable[[Watcher], None]:
         raise ConfigError("--port shows a dashboard and prints no reports; leave out --json and --reports")
     if not 0 <= args.port < 65536:
         raise ConfigError(f"port={args.port} is not a port; use 1 to 65535, or 0 for any free one")
-    try:
+    with extra_for("a dashboard", "serve"):
         from foreword.server.run import check_address
         from foreword.server.watch.dashboard import serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"a dashboard needs the package {error.name}; run `pip install foreword[serve]`") from error
     check_address(args.host, args.port)
     key = Environment.read().operator_key
     return lambda watcher: serve(watcher, args.events, args.host, args.port, key)
 
 
 def _reports(watcher: Watcher, interval_s: float, max_reports: int | None) -> Iterator[Report]:
-    """Yield a report after each interval."""
     num_reports = 0
     while max_reports is None or num_reports < max_reports:
         num_reports += 1
