@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field
@@ -31,13 +31,12 @@ MOST_LISTED = 256
 async def health(request: Request) -> Response:
     """Answer 200 while the engine works, otherwise 503. Names the listeners (records, traces) that are failing."""
     service = service_of(request)
-    details: dict[str, Any] = {}
-    failing = {listener.name: listener for listener in service.listeners() if listener.failure is not None}
-    if failing:
-        details["failing_listeners"] = {
-            name: {"reason": listener.failure, "failures": listener.num_failures, "lost": listener.num_lost}
-            for name, listener in failing.items()
-        }
+    failing = {
+        listener.name: {"reason": listener.failure, "failures": listener.num_failures, "lost": listener.num_lost}
+        for listener in service.listeners()
+        if listener.failure is not None
+    }
+    details = {"failing_listeners": failing} if failing else {}
     if service.thread.failure is not None:
         return json_response({"status": "failed", "reason": service.thread.failure, **details}, 503)
     if not service.thread.num_engines:
@@ -144,7 +143,7 @@ async def explain(request: Request, request_id: str | None = None, limit: int = 
     """Say why requests went to their replicas, the newest first; with `request_id`, all attempts of that response."""
     service = _service(request)
     if not 1 <= limit <= MOST_LISTED:
-        raise APIError(400, f"limit={limit} is out of range; use 1 to {MOST_LISTED}", param="limit")
+        raise bad_request(f"limit={limit} is out of range; use 1 to {MOST_LISTED}", param="limit")
     decisions = service.thread.decisions(request_id, limit)
     if request_id is not None and not decisions:
         raise APIError(404, f"There is no decision about {request_id!r:.100} (any more).", code="not_found")

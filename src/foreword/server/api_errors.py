@@ -24,6 +24,9 @@ def shortened(text: str, limit: int = MOST_CHARACTERS) -> str:
     return text if len(text) <= limit else f"{text[: limit - end - 3]}...{text[-end:]}"
 
 
+_KINDS = {408: "timeout", 429: "rate_limit_error"}
+
+
 class APIError(ForewordError):
     """An error that becomes the answer. `str(error)` is its message."""
 
@@ -32,14 +35,15 @@ class APIError(ForewordError):
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
+        kind: str | None = None,
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        """`kind`: the type for clients; None: the usual type for this status."""
         super().__init__(shortened(message))
         self.status = status
-        self.kind = kind
+        self.kind = kind or _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.param = None if param is None else shortened(param, 200)
         self.code = code
         self.headers = headers
@@ -87,39 +91,36 @@ def wrong_key() -> APIError:
 def unknown_model(name: str) -> APIError:
     """404: the server serves another model."""
     name = name if len(name) <= 100 else f"{name[:100]}..."
-    return APIError(
-        404, f"The model {name!r} does not exist here; GET /v1/models lists what does.", code="model_not_found"
-    )
+    message = f"The model {name!r} does not exist here; GET /v1/models lists what does."
+    return APIError(404, message, code="model_not_found")
 
 
 def too_busy(reason: str, retry_after_s: int) -> APIError:
     """429: the call would wait too long."""
     headers = {"Retry-After": str(retry_after_s)}
-    return APIError(429, reason, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
+    return APIError(429, reason, code="rate_limit_exceeded", headers=headers)
 
 
 def adapter_unread(name: str) -> APIError:
     """503: the files of an adapter are missing or damaged; the message does not say where they lie."""
     message = f"The adapter {name!r} cannot be read now. The server's log says why; its operator can load it again."
-    return APIError(503, message, kind="server_error", code="adapter_unread")
+    return APIError(503, message, code="adapter_unread")
 
 
 def timed_out(limit_s: float) -> APIError:
     """408: the request exceeded its time limit. A header asks clients not to try again."""
     message = f"The request took longer than {limit_s:g} s and was ended."
-    return APIError(408, message, kind="timeout", code="timeout", headers={"x-should-retry": "false"})
+    return APIError(408, message, code="timeout", headers={"x-should-retry": "false"})
 
 
 def engine_failed(reason: str) -> APIError:
     """503: the engine has failed."""
-    return APIError(
-        503, f"The engine has failed and takes no requests: {reason}", kind="server_error", code="engine_failed"
-    )
+    return APIError(503, f"The engine has failed and takes no requests: {reason}", code="engine_failed")
 
 
 def step_failed(reason: str) -> APIError:
     """500: the step with this request failed."""
-    return APIError(500, f"The request could not be computed: {reason}", kind="server_error", code="step_failed")
+    return APIError(500, f"The request could not be computed: {reason}", code="step_failed")
 
 
 def from_error(error: Exception) -> APIError:
@@ -138,4 +139,4 @@ def from_error(error: Exception) -> APIError:
         case EngineError():
             return step_failed(str(error))
         case _:
-            return APIError(500, "The server had an error while processing the request.", kind="server_error")
+            return APIError(500, "The server had an error while processing the request.")

@@ -123,7 +123,6 @@ class _Call:
             logger.debug("the client of %s %.200s has left", self._scope["method"], self._scope["path"])
 
     async def _take(self) -> Message:
-        """Return the next message for the app."""
         if self._is_complete:
             await asyncio.Event().wait()  # until the client leaves, which cancels this
         if not self._has_body:
@@ -165,7 +164,6 @@ class _Call:
             self._task.cancel()
 
     async def _give(self, message: Message) -> None:
-        """Send a message of the app."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
         is_last = message["type"] == "http.response.body" and not message.get("more_body", False)

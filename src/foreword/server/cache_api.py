@@ -20,6 +20,7 @@ from foreword.cache import BlockState, MissReason, PrefixNode
 from foreword.engine import Keep, Mark, Prompt, Snapshot
 from foreword.request import SamplingParams
 from foreword.server.access.tenants import Tenant
+from foreword.server.answer_stream import AnswerStream
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.fields import Body, Priority
 from foreword.server.calls import check_session_id
@@ -153,7 +154,6 @@ def statistics(look: Snapshot, service: Service) -> dict[str, Any]:
 
 
 def _plain(counted: int | Mapping[MissReason, int]) -> int | dict[str, int]:
-    """Convert a counter for JSON."""
     return {str(reason): count for reason, count in counted.items()} if isinstance(counted, Mapping) else counted
 
 
@@ -260,12 +260,18 @@ async def create_entry(call: CallWith[PinRequest]) -> Response:
     plain = await read_prompt(call)
     keep = Keep(call.body.ttl_s, is_refreshed=False)
     prompt = replace(plain, marks=(Mark(len(plain.token_ids), keep),))
-    params = SamplingParams(max_tokens=1, temperature=0.0)
-    answer = await service.start(call.caller("cache.entries"), new_id("pin_"), [prompt], params, stream=False)
-    await finished(answer)
+    answer = await _computed(service, call.caller("cache.entries"), "pin_", prompt)
     [output] = answer.outputs
     report = entry_report(output.kept[0], service.llm.engine.clock())
     return json_response({**report, "cached_tokens": output.num_cached_tokens}, headers=route_of(answer))
+
+
+async def _computed(service: Service, caller: Caller, prefix: str, prompt: Prompt) -> AnswerStream:
+    """Compute a prompt for its KV alone; returns the finished answer, whose token is thrown away."""
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    answer = await service.start(caller, new_id(prefix), [prompt], params, stream=False)
+    await finished(answer)
+    return answer
 
 
 @router.get("/v1/cache/entries")
@@ -316,7 +322,7 @@ async def hint(call: CallWith[HintsRequest]) -> Response:
         except APIError as error:
             hints.note(number, "rejected", detail=str(error))
     return json_response(
-        {"object": "cache.hints", "message_id": call.body.kv_hints.message_id, "actions": hints.report()}
+        {"object": "cache.hints", "message_id": call.body.kv_hints.message_id, "actions": hints.report()},
     )
 
 
@@ -335,10 +341,7 @@ async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int
     if hint.name == "prefetch":
         caller = Caller(tenant, "cache.hints")  # not counted as a request of the session, but its blocks are
         prompt = Prompt(record.prompt_token_ids, session=session_id)
-        params = SamplingParams(max_tokens=1, temperature=0.0)
-        answer = await service.start(caller, new_id("hint_"), [prompt], params, stream=False)
-        await finished(answer)
-        [output] = answer.outputs
+        [output] = (await _computed(service, caller, "hint_", prompt)).outputs
         computed = len(prompt.token_ids) - output.num_cached_tokens
         hints.note(number, "accepted", cached_tokens=output.num_cached_tokens, computed_tokens=computed)
         return
@@ -355,9 +358,7 @@ async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int
 
 def _newest(service: Service, tenant: Tenant, session_id: str) -> RequestRecord:
     """Return the session's request that ended last. Raises UnusableHintError if tokens alone do not describe it."""
-    records = service.records.recent(MAX_RECORDS, tenant.name)
-    ran = (record for record in records if record.session_id == session_id and record.first_scheduled_time)
-    record = next(ran, None)
+    record = next(service.records.of_session(tenant.name, session_id), None)
     if record is None:
         raise UnusableHintError("missing", f"none of the last {MAX_RECORDS} requests is of this session")
     if not record.is_plain:

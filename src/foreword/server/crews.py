@@ -119,7 +119,6 @@ class Crew:
             self._jobs.put(job)
 
     def _work(self) -> None:
-        """Do jobs, in a thread."""
         while (job := self._jobs.get()) is not None:
             began = time.monotonic()
             result: Any = None

@@ -88,7 +88,6 @@ class Hint:
     """The number of the prompt's first tokens to keep; None: all tokens."""
 
     def is_about(self, session_id: str | None) -> bool:
-        """Say whether the payload names this session, or no session."""
         return self.action.payload.get("session_id") in (None, session_id)
 
     def mark(self, num_tokens: int) -> Mark | None:

@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
 from starlette.responses import Response, StreamingResponse
@@ -56,20 +56,17 @@ class AnswerWriter(ABC):
 
 def service_of(request: Request) -> Service:
     """Return the service that the app runs."""
-    service: Service = request.app.state.service
-    return service
+    return cast(Service, request.app.state.service)
 
 
 def dialect_of(request: Request) -> Dialect:
     """Return the dialect of a call, which the app chose before it routed the call."""
-    dialect: Dialect = request.state.dialect
-    return dialect
+    return cast(Dialect, request.state.dialect)
 
 
 def request_id_of(request: Request) -> str:
     """Return the id in the answer's `request-id` header."""
-    request_id: str = request.state.request_id
-    return request_id
+    return cast(str, request.state.request_id)
 
 
 async def authorized(request: Request) -> Tenant:
@@ -177,7 +174,6 @@ class Frames:
     """The text that is being sent, and where its rest begins, which a stream that ends early sends first."""
 
     def frame(self, event: Event) -> str:
-        """Return the text of the next event."""
         return f"{_data(event)}\n"
 
     def end(self) -> bytes:
@@ -242,7 +238,6 @@ async def _streamed(request: Request, writer: AnswerWriter, frames: Frames) -> A
 
 
 async def _pinged(events: AsyncIterator[list[Event]], ping: bytes | None) -> AsyncIterator[list[Event] | bytes]:
-    """Yield the events, and pings while no event comes."""
     while True:
         coming = asyncio.ensure_future(anext(events))
         try:

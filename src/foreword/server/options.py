@@ -13,6 +13,15 @@ from foreword.errors import ConfigError
 
 MOST_SECONDS = 366 * 86400.0
 """Longest time limit: a year."""
+_LEAST = (
+    ("max_body_bytes", 1, "is too small; use a positive number"),
+    ("max_choices", 1, "is too small; use a positive number"),
+    ("max_cached_contents", 0, "is negative; use 0 to keep none"),
+    ("max_schema_tokens", 0, "is negative; use 0 to keep none"),
+    ("max_queued", 0, "is negative; use 0 to refuse requests that cannot run at once"),
+    ("max_prompt_tokens", 1, "allows no prompt; use 1 or more, or None"),
+)
+"""The least value of each count, with the words for smaller ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +98,6 @@ class ServerConfig:
     """Seconds between two log lines about the traffic, while there is any; 0: none."""
 
     def __post_init__(self) -> None:
-        self._check_counts()
-        self._check_times()
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path={self.root_path!r} is not a path; it must begin, and not end, with a slash")
         for origin in self.allowed_origins:
@@ -102,26 +109,15 @@ class ServerConfig:
             raise ConfigError(f"link_gate={self.link_gate} is not a share; use 0 to 1, such as 0.99")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port} is not a port; use 1 to 65535, or 0 for any free one")
-        if self.api_key is not None and not self.api_key:
-            raise ConfigError("api_key='' is empty; leave it out to ask for no key")
-        if self.operator_key is not None and not self.operator_key:
-            raise ConfigError("operator_key='' is empty; leave it out for no operator's key")
+        for name, instead in (("api_key", "to ask for no key"), ("operator_key", "for no operator's key")):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name}='' is empty; leave it out {instead}")
+        self._check_numbers()
 
-    def _check_counts(self) -> None:
-        for name in ("max_body_bytes", "max_choices"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} is too small; use a positive number")
-        for name in ("max_cached_contents", "max_schema_tokens"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} is negative; use 0 to keep none")
-        if self.max_queued < 0:
-            raise ConfigError(
-                f"max_queued={self.max_queued} is negative; use 0 to refuse requests that cannot run at once"
-            )
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ConfigError(f"max_prompt_tokens={self.max_prompt_tokens} allows no prompt; use 1 or more, or None")
-
-    def _check_times(self) -> None:
+    def _check_numbers(self) -> None:
+        for name, least, remedy in _LEAST:
+            if (number := getattr(self, name)) is not None and number < least:
+                raise ConfigError(f"{name}={number} {remedy}")
         for name in ("request_timeout_s", "body_timeout_s", "shutdown_timeout_s"):
             if not 0 < getattr(self, name) <= MOST_SECONDS:
                 raise ConfigError(

@@ -66,7 +66,6 @@ class ListenerHealth:
             )
 
     def worked(self) -> None:
-        """Note a successful attempt."""
         if self.failure is not None:
             self.failure = None
             self._logged = None
@@ -182,7 +181,6 @@ class RequestRecord:
 
     @property
     def num_bytes(self) -> int:
-        """The estimated memory in bytes."""
         return (
             RECORD_BYTES
             + self.prompt_token_ids.nbytes
@@ -211,7 +209,6 @@ class Totals:
     output_tokens: int = 0
 
     def count(self, record: RequestRecord) -> None:
-        """Add a request's tokens, if it ran."""
         if record.first_scheduled_time is not None:
             self.requests += 1
             self.queried_tokens += record.num_queried_tokens
@@ -224,14 +221,7 @@ class Totals:
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     def report(self) -> dict[str, float]:
-        """Report the totals, for JSON."""
-        return {
-            "requests": self.requests,
-            "queried_tokens": self.queried_tokens,
-            "hit_tokens": self.hit_tokens,
-            "output_tokens": self.output_tokens,
-            "hit_rate": self.hit_rate,
-        }
+        return {name: getattr(self, name) for name in (*(each.name for each in fields(Totals)), "hit_rate")}
 
 
 @dataclass(slots=True)
@@ -281,7 +271,6 @@ class Records:
         return [listener.health for listener in self._listeners]
 
     def open(self, record: RequestRecord) -> None:
-        """Add the record of a request that was accepted."""
         with self._lock:
             self._running[record.request_id] = record
 
@@ -330,6 +319,11 @@ class Records:
             finished: Iterator[RequestRecord] = reversed(list(self._finished))
         return [record for record in finished if tenant is None or record.tenant == tenant][:count]
 
+    def of_session(self, tenant: str, session_id: str | None) -> Iterator[RequestRecord]:
+        """Yield the finished requests of a session that ran, the latest first."""
+        records = self.recent(MAX_RECORDS, tenant)
+        return (each for each in records if each.session_id == session_id and each.first_scheduled_time)
+
     def expected_wait_s(self, num_ahead: int) -> int:
         """Estimate the seconds, 1 to 600, in which the server answers this number of choices, at its recent pace.
 
@@ -343,7 +337,6 @@ class Records:
         return max(1, min(600, math.ceil(wait_s)))
 
     def running(self) -> list[RequestRecord]:
-        """Return the records of requests that are not finished."""
         with self._lock:
             return list(self._running.values())
 
@@ -365,7 +358,6 @@ class Records:
         return total
 
     def tenants(self) -> dict[str, TenantStats]:
-        """Return the totals by tenant."""
         with self._lock:
             return dict(self._tenants)
 
@@ -381,7 +373,6 @@ class Records:
             return self._sessions.get((tenant, session_id))
 
     def drop_session(self, tenant: str, session_id: str) -> None:
-        """Forget the totals of a session."""
         with self._lock:
             self._sessions.pop((tenant, session_id), None)
 

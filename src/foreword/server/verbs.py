@@ -34,12 +34,10 @@ class Verb(Generic[T, *Ts]):
 
 
 def _first(answers: list[T]) -> T:
-    """Return the first answer, if any answer will do."""
     return answers[0]
 
 
 def _most(answers: list[list[int]]) -> list[int]:
-    """Return the largest number at each place."""
     return [max(numbers) for numbers in zip(*answers, strict=True)]
 
 

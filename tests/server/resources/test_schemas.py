@@ -40,7 +40,7 @@ def test_tokens_are_counted_without_the_schema_that_is_replaced() -> None:
     schemas.add(ALICE, schema("a", 6))
     with pytest.raises(APIError, match="would have 11 tokens, and may have 10"):
         schemas.add(ALICE, schema("a", 7))
-    assert schemas.of_tenant(ALICE, "a").num_tokens == 6
+    assert schemas.of_tenant(ALICE, "a").schema.num_tokens == 6
 
 
 def test_all_tenants_together_have_room_for_some_that_use_theirs() -> None:

@@ -77,7 +77,6 @@ class ServedAdapters:
         return self._loaded.get(request.lora_path)
 
     def find(self, name: str) -> LoRARequest:
-        """Return the adapter that is served under a name."""
         return self._served[name]
 
     def check_new(self, request: LoRARequest) -> None:

@@ -156,7 +156,6 @@ async def to_its_end(function: Callable[[], T]) -> T:
 
 
 def _in_words(gate: Gate) -> str:
-    """Describe the served methods for the log."""
     if not gate.least:
         return "every method is served, measured or not (link_gate=0)"
     if gate.measured is None:

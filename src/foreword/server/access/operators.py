@@ -48,8 +48,9 @@ class Operators:
         """Raise APIError 401 or 403 unless the connection (HTTP or WebSocket) is an operator's."""
         headers = Headers(scope=scope)
         if self._key is not None:
-            if not (self._shows_key(headers) or self._has_session(headers)):
-                if self._is_tenants(shown_key(headers) or ""):
+            key = shown_key(headers)
+            if not (self._is_key(key) or self._has_session(headers)):
+                if self._is_tenants(key or ""):
                     raise _closed("this key is a tenant's; send the operator's")
                 raise APIError(
                     401,
@@ -74,7 +75,7 @@ class Operators:
 
     def open_session(self, key: str) -> str | None:
         """Open a session for a caller that knows the key. Returns the cookie's value; None for other callers."""
-        if self._key is None or not hmac.compare_digest(digest(key), self._key):
+        if not self._is_key(key):
             return None
         now = time.monotonic()
         self._sessions = {session: end for session, end in self._sessions.items() if end > now}
@@ -82,10 +83,8 @@ class Operators:
         self._sessions[digest(token)] = now + SESSION_S
         return token
 
-    def _shows_key(self, headers: Mapping[str, str]) -> bool:
-        key = shown_key(headers)
-        assert self._key is not None
-        return key is not None and hmac.compare_digest(digest(key), self._key)
+    def _is_key(self, key: str | None) -> bool:
+        return key is not None and self._key is not None and hmac.compare_digest(digest(key), self._key)
 
     def _has_session(self, headers: Mapping[str, str]) -> bool:
         token = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")

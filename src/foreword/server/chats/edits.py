@@ -22,7 +22,7 @@ from foreword.pml.edits import compose_edit
 from foreword.request import SamplingParams
 from foreword.server.access.links import composed
 from foreword.server.api_errors import bad_request
-from foreword.server.records import MAX_RECORDS, RequestRecord
+from foreword.server.records import RequestRecord
 from foreword.server.service import Caller, Service
 from foreword.server.verbs import COUNT_LINKED, NOT_CACHED, TOO_LARGE
 
@@ -110,8 +110,7 @@ async def _not_paying(service: Service, plain: Prompt, linked: Prompt, max_token
 
 def _earlier(service: Service, caller: Caller, salt: str | None) -> list[RequestRecord]:
     """Return the session's newest prompts that tokens alone describe, the newest first."""
-    recent = service.records.recent(MAX_RECORDS, caller.tenant.name)
-    ran = (record for record in recent if record.session_id == caller.session_id and record.first_scheduled_time)
+    ran = service.records.of_session(caller.tenant.name, caller.session_id)
     return list(islice((record for record in ran if record.salt == salt and record.is_plain), NUM_EARLIER))
 
 

@@ -54,7 +54,6 @@ class ToolUse:
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer must be a call."""
         return self.choice.mode == "required"
 
     @property

@@ -123,7 +123,6 @@ class TrafficLog:
             self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop. May be called twice."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

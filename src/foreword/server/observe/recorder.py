@@ -137,7 +137,6 @@ class Recorder:
 
 
 def _linked(record: RequestRecord) -> dict[str, Any]:
-    """Return the fields of a linked request."""
     num_linked = 0 if record.link is None else record.link.linked_tokens
     return {"method": record.link_method, "prompt_tokens": record.num_prompt_tokens, "linked_tokens": num_linked}
 

@@ -27,12 +27,7 @@ class ServedSchema:
     report: bytes
 
     @property
-    def num_tokens(self) -> int:
-        return self.schema.num_tokens
-
-    @property
     def num_bytes(self) -> int:
-        """The estimated memory in bytes."""
         return self.schema.layout.num_bytes + len(self.report)
 
 
@@ -47,7 +42,6 @@ class KeptSchemas:
 
     @property
     def num_bytes(self) -> int:
-        """The estimated bytes of all kept schemas."""
         return sum(schema.num_bytes for schema in self._all())
 
     def load(self, text: str, go_on: Callable[[], object] = lambda: None) -> LoadedSchema:
@@ -63,18 +57,15 @@ class KeptSchemas:
 
     def add(self, tenant: Tenant, new: ServedSchema) -> None:
         """Keep a schema, which replaces a schema of the same name. Raises APIError 429 if there is no room."""
-        name = new.schema.name
-        of_tenant = self._schemas.get(tenant.name, {})
+        name, of_tenant = new.schema.name, self._schemas.get(tenant.name, {})
         others = [schema for schema in of_tenant.values() if schema.schema.name != name]
         replaced = of_tenant.get(name)
-        of_all = [*(schema for schema in self._all() if schema is not replaced), new]
-        mine = [*others, new]
-        tokens, num_bytes = _totals(mine)
+        tokens, num_bytes = _totals([*others, new])
         if tokens > self._max_tokens:
             raise _no_room(f"this tenant's would have {tokens:,} tokens, and may have {self._max_tokens:,}")
         if num_bytes > MAX_BYTES_OF_TENANT:
             raise _no_room(f"this tenant's would take {num_bytes:,} bytes, and may take {MAX_BYTES_OF_TENANT:,}")
-        tokens, num_bytes = _totals(of_all)
+        tokens, num_bytes = _totals([*(schema for schema in self._all() if schema is not replaced), new])
         if tokens > MOST_OF_ALL * self._max_tokens:
             raise _no_room(f"those of all tenants would have more than {MOST_OF_ALL * self._max_tokens:,} tokens")
         if num_bytes > MAX_BYTES:
@@ -90,9 +81,8 @@ class KeptSchemas:
         """Return a tenant's schema. Raises APIError 404, also for other tenants' schemas."""
         schema = self._schemas.get(tenant.name, {}).get(name)
         if schema is None:
-            raise APIError(
-                404, f"There is no schema {name!r:.100} here; POST /v1/pml/schemas takes one.", code="schema_not_found"
-            )
+            message = f"There is no schema {name!r:.100} here; POST /v1/pml/schemas takes one."
+            raise APIError(404, message, code="schema_not_found")
         return schema
 
     def all_of_tenant(self, tenant: Tenant) -> list[ServedSchema]:
@@ -106,14 +96,9 @@ class KeptSchemas:
 
 
 def _totals(schemas: Sequence[ServedSchema]) -> tuple[int, int]:
-    """Count the tokens and the bytes."""
-    return sum(schema.num_tokens for schema in schemas), sum(schema.num_bytes for schema in schemas)
+    return sum(each.schema.num_tokens for each in schemas), sum(each.num_bytes for each in schemas)
 
 
 def _no_room(what: str) -> APIError:
-    return APIError(
-        429,
-        f"There is no room for this schema: {what} (the server's max_schema_tokens); delete another one.",
-        kind="rate_limit_error",
-        code="too_many_schemas",
-    )
+    message = f"There is no room for this schema: {what} (the server's max_schema_tokens); delete another one."
+    return APIError(429, message, code="too_many_schemas")

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -75,13 +74,8 @@ class CachedContent:
 
     @property
     def num_bytes(self) -> int:
-        """The estimated bytes in memory."""
         names = (self.id, self.tenant, self.model, self.display_name, self.cache_salt or "")
         return len(self.source) + sum(map(sys.getsizeof, names)) + OVERHEAD_BYTES
-
-    def until(self, expires_us: int, now_us: int) -> CachedContent:
-        """Return a copy that expires at another time."""
-        return replace(self, expires_us=expires_us, updated_us=now_us)
 
 
 def new_content_id() -> str:
@@ -97,12 +91,12 @@ def is_content_id(name: str) -> bool:
 _CONTENT = TypeAdapter(CachedContent)
 
 
-class Version(NamedTuple):
-    """The version of a file. Two versions differ if the content may differ."""
+Version = tuple[int, int, int]
+"""The version of a file. Two versions differ if the content may differ."""
 
-    modified_ns: int
-    num_bytes: int
-    inode: int
+
+def _version(status: os.stat_result) -> Version:
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def open_folder(options: TierConfig, model_id: str) -> ContentFolder | None:
@@ -158,10 +152,9 @@ class ContentFolder:
     def version(self, content_id: str) -> Version | None:
         """Return the version of a file; None if there is no such file."""
         try:
-            status = self._files.stat(self._path / content_id)
+            return _version(self._files.stat(self._path / content_id))
         except OSError:
             return None
-        return Version(status.st_mtime_ns, status.st_size, status.st_ino)
 
     def read(self, content_id: str) -> CachedContent | None:
         """Read a file; None if it is gone, or, with a warning, if it is damaged or has another key.
@@ -194,7 +187,7 @@ class ContentFolder:
         finally:
             close_quietly(self._files, fd)
         self._sync_names()
-        return Version(status.st_mtime_ns, status.st_size, status.st_ino)
+        return _version(status)
 
     def delete(self, content_id: str) -> None:
         """Delete a file if it exists. An error is logged."""
@@ -225,7 +218,7 @@ class ContentFolder:
             close_quietly(self._files, fd)
 
     def _sealed(self, item: CachedContent) -> bytes:
-        fields = {field.name: getattr(item, field.name) for field in dataclasses.fields(item) if field.name != "source"}
+        fields = {name: value for name, value in dataclasses.asdict(item).items() if name != "source"}
         payload = json.dumps(fields).encode() + b"\n" + item.source
         stored = bytearray(len(payload) + self._cipher.overhead_bytes)
         self._cipher.seal(_sealed_as(item.id), memoryview(payload), memoryview(stored))
@@ -299,7 +292,6 @@ class CachedContents:
 
     @property
     def num_bytes(self) -> int:
-        """The estimated bytes of all kept resources."""
         return sum(item.num_bytes for item in self._contents.values())
 
     # ------------------------------------------------------------------- asking
@@ -325,8 +317,7 @@ class CachedContents:
 
     async def of_tenant(self, tenant: Tenant) -> list[CachedContent]:
         """Return a tenant's resources, the oldest first."""
-        await self._refresh()
-        await self._end_expired()
+        await self.tidy()
         items = (
             item for item in self._contents.values() if item.tenant == tenant.name and item.expires_us > self.now_us
         )
@@ -345,13 +336,11 @@ class CachedContents:
         ):
             if len(items) >= limit or sum(other.num_bytes for other in items) + item.num_bytes > most_bytes:
                 whose = "this tenant" if items is siblings else "all tenants together"
-                raise APIError(
-                    429,
+                message = (
                     f"Too many cached contents: {whose} may have {limit} of {most_bytes >> 20} MiB (the server's "
-                    "max_cached_contents); delete one, or wait until one expires.",
-                    kind="rate_limit_error",
-                    code="too_many_cached_contents",
+                    "max_cached_contents); delete one, or wait until one expires."
                 )
+                raise APIError(429, message, code="too_many_cached_contents")
         self._coming.append(item)
         try:
             yield
@@ -375,12 +364,11 @@ class CachedContents:
             current = self._contents.get(item.id)
             if current is None or current.expires_us <= now_us:
                 return None
-            changed = self._contents[item.id] = current.until(expires_us, now_us)
+            changed = self._contents[item.id] = replace(current, expires_us=expires_us, updated_us=now_us)
             await self._write(changed)
             return changed
 
     async def delete(self, item: CachedContent) -> None:
-        """End a resource now."""
         async with self._writing:
             self._forget(item.id)
             if self._folder is not None:
