@@ -112,7 +112,7 @@ class AnswerStream:
         self._events: deque[Event] = deque()
         self._arrived = asyncio.Event()
         self._done = False
-        self._tell_end: Callable[[], None] | None = None
+        self._tell_end: Callable[[], None] = lambda: None
 
     def when_ended(self, tell: Callable[[], None]) -> None:
         """Call `tell` once the answer is complete, has failed or was aborted; at once if it has ended."""
@@ -120,10 +120,6 @@ class AnswerStream:
             tell()
         else:
             self._tell_end = tell
-
-    def _end(self) -> None:
-        if self._tell_end is not None:
-            self._tell_end()
 
     def put(self, events: Sequence[Event]) -> None:
         """Take events of the engine, in order. If the last event is Finished or an error, it ends the answer."""
@@ -133,7 +129,7 @@ class AnswerStream:
             self._done = isinstance(events[-1], Finished | APIError)
             if self._done:
                 self._home.forget(self)
-                self._end()
+                self._tell_end()
 
     async def accepted(self) -> None:
         """Wait until the engine has queued all prompts. Raises APIError if it refused a prompt."""
@@ -191,4 +187,4 @@ class AnswerStream:
             self._done = True
             is_late = asyncio.get_running_loop().time() >= DEADLINE.get() - CLOCK_S
             self._home.abort(self, "timeout" if is_late else "disconnected")
-            self._end()
+            self._tell_end()

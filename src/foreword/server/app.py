@@ -77,7 +77,8 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
     for router in routers:
         app.include_router(router)
     document_bodies(app, routers)
-    _add_error_handlers(app)
+    for kind in (ForewordError, RequestValidationError, HTTPException, Exception):  # starlette logs the last kind
+        app.add_exception_handler(kind, _answer_error)
     app.add_middleware(TimeLimit, limit_s=config.request_timeout_s)
     if config.allowed_origins:
         app.add_middleware(
@@ -127,25 +128,13 @@ def choose(path: str, headers: Mapping[str, str]) -> tuple[Dialect, str]:
     return next(dialect for dialect in DIALECTS if dialect.speaks(path, headers)), path
 
 
-# --------------------------------------------------------------------- errors
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    async def ours(request: Request, error: Exception) -> Response:
-        return error_response(request, error)
-
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return error_response(request, explain_invalid(error.errors()))
-
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return error_response(request, _explain_http(request, error))
-
-    app.add_exception_handler(ForewordError, ours)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, ours)  # starlette logs the error
+async def _answer_error(request: Request, error: Exception) -> Response:
+    match error:
+        case RequestValidationError():
+            error = explain_invalid(error.errors())
+        case HTTPException():
+            error = _explain_http(request, error)
+    return error_response(request, error)
 
 
 def _explain_http(request: Request, error: HTTPException) -> APIError:

@@ -172,18 +172,15 @@ class EngineThread(EngineDoor):
     # ------------------------------------------------------- event loop's side
 
     def start(self) -> None:
-        """Start the thread. Answers go to the event loop that is running now."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """Abort the running requests and end the thread. May be called twice."""
         if self._thread.is_alive():
             self._commands.put(self._stop)
             await asyncio.to_thread(self._thread.join)
 
     def submit(self, jobs: Sequence[Job], *, whole: bool) -> AnswerStream:
-        """Submit prompts. The stream's first event says whether the engine accepted all of them or refused all."""
         stream = AnswerStream(self, jobs, whole=whole)
         if self.failure is not None:
             raise engine_failed(self.failure)

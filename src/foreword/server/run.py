@@ -25,7 +25,7 @@ from foreword.server.app import make_app
 from foreword.server.chats.score_template import CLASSIFYING, RANKING, ScoreTemplate
 from foreword.server.dashboard.mount import mount_dashboard
 from foreword.server.engine_thread import in_a_thread
-from foreword.server.observe.log import log_addresses, log_event, log_model, log_stopping
+from foreword.server.observe.log import log_addresses, log_event, log_model
 from foreword.server.options import ServerConfig, name_of_model
 from foreword.server.service import OpenDoor
 
@@ -121,7 +121,8 @@ def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> 
 
     def stopping() -> None:
         service.is_stopping = True
-        log_stopping(service.thread.num_choices, config.shutdown_timeout_s)
+        text = "stopping: {answers} answers are finished first, within {timeout_s:g} s"
+        log_event("stopping", text, answers=service.thread.num_choices, timeout_s=config.shutdown_timeout_s)
         end_within(config.shutdown_delay_s + max(1.0, config.shutdown_timeout_s) + ENDING_S)
 
     AnnouncingServer(options, started, stopping, config.shutdown_delay_s).run()

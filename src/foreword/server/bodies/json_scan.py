@@ -81,12 +81,8 @@ def _scan(text: npt.NDArray[np.uint8]) -> tuple[int, int, int]:
     return num_commas + num_containers + 1, num_containers, max_depth
 
 
-def to_json(body: Any) -> str:
-    """Return compact JSON. Non-ASCII characters are escaped, so that half a surrogate pair does no harm."""
-    return _ENCODER.encode(body)
-
-
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
+to_json = json.JSONEncoder(separators=(",", ":")).encode
+"""Returns compact JSON. Non-ASCII characters are escaped, so that half a surrogate pair does no harm."""
 
 
 def to_long_json(body: Any, depth: int) -> str:

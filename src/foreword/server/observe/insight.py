@@ -142,8 +142,7 @@ class Insight:
 
     def similar(self, record: RequestRecord) -> Divergence | None:
         """Find where a prompt differs from the most similar earlier prompt of its namespace; see `most_similar`."""
-        earlier = (other for other in self._records.recent(200, record.tenant) if other is not record)
-        return most_similar(record.prompt_token_ids, record.namespace, earlier)
+        return most_similar(record.prompt_token_ids, record.namespace, self._records.recent(200, record.tenant))
 
     def _count_saved(self, record: RequestRecord) -> None:
         if record.first_scheduled_time is not None:

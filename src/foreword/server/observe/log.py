@@ -88,12 +88,6 @@ def log_addresses(url: str, options: EngineConfig, config: ServerConfig) -> None
         )
 
 
-def log_stopping(num_choices: int, timeout_s: float) -> None:
-    """Log the number of answers that the server still finishes after a signal."""
-    text = "stopping: {answers} answers are finished first, within {timeout_s:g} s"
-    log_event("stopping", text, answers=num_choices, timeout_s=timeout_s)
-
-
 def _advice(options: EngineConfig, config: ServerConfig) -> list[str]:
     advice = []
     if options.model.kv_cache_memory_bytes is None and options.cache.num_gpu_blocks_override is None:

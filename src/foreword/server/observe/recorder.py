@@ -48,7 +48,8 @@ class Recorder:
         self._ended: queue.SimpleQueue[tuple[RequestRecord, float] | None] = queue.SimpleQueue()
         self._waiting: list[tuple[float, str, RequestRecord]] = []
         self._lock = threading.Lock()
-        self._num_waiting_bytes = 0
+        self.num_waiting_bytes = 0
+        """The estimated bytes of requests that wait to be written."""
         self._may_write_at = 0.0
         self._thread = threading.Thread(target=self._run, name="foreword-recorder", daemon=True)
         self._thread.start()
@@ -56,17 +57,12 @@ class Recorder:
     def record(self, record: RequestRecord) -> None:
         """Queue a request that has ended. Called on the engine's thread."""
         with self._lock:
-            if self._num_waiting_bytes > MAX_WAITING_BYTES:
+            if self.num_waiting_bytes > MAX_WAITING_BYTES:
                 self.health.num_lost += 1
                 return
-            self._num_waiting_bytes += _num_bytes(record)
+            self.num_waiting_bytes += _num_bytes(record)
         earliest = min((other.arrival_time for other in self._running()), default=float("inf"))
         self._ended.put((record, earliest))
-
-    @property
-    def num_waiting_bytes(self) -> int:
-        """The estimated bytes of requests that wait to be written."""
-        return self._num_waiting_bytes
 
     def close(self) -> None:
         """Write the waiting requests and close the file. Wait for that at most 10 s. May be called twice."""
@@ -86,23 +82,19 @@ class Recorder:
             else:
                 if ended is None:
                     break
-                earliest = ended[1]
-                self._take(ended[0])
+                record, earliest = ended
+                if record.first_scheduled_time is None:
+                    self._let_go(record)
+                else:  # it waits until the requests that arrived before it have ended
+                    heapq.heappush(self._waiting, (record.arrival_time, record.request_id, record))
             if time.monotonic() >= self._may_write_at:
                 self._write_those_before(earliest)
         self._write_those_before(float("inf"))
         self._finish()
 
-    def _take(self, record: RequestRecord) -> None:
-        """Hold a record until the requests that arrived before it have ended."""
-        if record.first_scheduled_time is not None:
-            heapq.heappush(self._waiting, (record.arrival_time, record.request_id, record))
-        else:
-            self._let_go(record)
-
     def _let_go(self, record: RequestRecord) -> None:
         with self._lock:
-            self._num_waiting_bytes -= _num_bytes(record)
+            self.num_waiting_bytes -= _num_bytes(record)
 
     def _write_those_before(self, moment: float) -> None:
         """Write the waiting requests that arrived before `moment`, up to the first failure."""

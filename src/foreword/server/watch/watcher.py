@@ -59,11 +59,8 @@ class GroupSums:
 
     name: str
     requests: int = 0
-    prompt_tokens: int = 0
-    found_tokens: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "requests": self.requests, "tokens": self.prompt_tokens, "found": self.found_tokens}
+    tokens: int = 0
+    found: int = 0
 
 
 class Tally:
@@ -88,15 +85,16 @@ class Tally:
             self.missed_tokens[reason] += missed
             self.misses[reason] += 1
         self.most_agreed_tokens = max(self.most_agreed_tokens, request.why.num_tokens, request.num_found_tokens)
-        if request.session_id is not None:
+        session = None if request.session_id is None else _printable(request.session_id)
+        if request.session_id is not None and session is not None:
             whole = hashlib.sha256(request.session_id.encode("utf-8", "surrogatepass")).hexdigest()  # it may be long
-            _add(self._sessions, whole, _printable(request.session_id), request)
+            _add(self._sessions, whole, session, request)
         first = request.keys[0]
         _add(self._kinds, first, self._text(first_tokens) or str(first), request)
         self._newest.append(
             {
                 "time": request.time,
-                "session": None if request.session_id is None else _printable(request.session_id),
+                "session": session,
                 "tokens": request.num_prompt_tokens,
                 "found": request.num_found_tokens,
                 "why": self.story(request),
@@ -153,8 +151,8 @@ class Tally:
     def as_dict(self) -> dict[str, Any]:
         return {
             "reasons": {name: {"requests": self.misses[name], "tokens": n} for name, n in self.missed_tokens.items()},
-            "sessions": [group.as_dict() for group in _largest(self._sessions)],
-            "kinds": [group.as_dict() for group in _largest(self._kinds)],
+            "sessions": [asdict(group) for group in _largest(self._sessions)],
+            "kinds": [asdict(group) for group in _largest(self._kinds)],
             "newest": list(self._newest),
         }
 
@@ -170,14 +168,14 @@ def _add(sums: OrderedDict[Key | str, GroupSums], key: Key | str, name: str, req
     group = sums.setdefault(key, GroupSums(name))
     sums.move_to_end(key)
     group.requests += 1
-    group.prompt_tokens += request.num_prompt_tokens
-    group.found_tokens += request.num_found_tokens
+    group.tokens += request.num_prompt_tokens
+    group.found += request.num_found_tokens
     if len(sums) > MAX_GROUPS:
         sums.popitem(last=False)
 
 
 def _largest(sums: OrderedDict[Key | str, GroupSums]) -> list[GroupSums]:
-    return sorted(sums.values(), key=lambda group: -group.prompt_tokens)[:NUM_ROWS]
+    return sorted(sums.values(), key=lambda group: -group.tokens)[:NUM_ROWS]
 
 
 logger = logging.getLogger(__name__)
