@@ -32,8 +32,6 @@ from foreword.log_lines import JsonLines, LogConfig, PatientHandler, TextLines
 
 if TYPE_CHECKING:
     from foreword import LLM, RequestOutput, SamplingParams
-    from foreword.fleet.options import FleetConfig
-    from foreword.server.options import ServerConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -291,7 +289,9 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
         check_files(config)
         read_gate(config, allows_links=bool(options.get("allow_links")))  # reports its mistakes before loading
         if fleet.replicas:
-            ends_in_order = _serve_replicas(model, options, config, fleet)
+            with extra_for(f"replicas={fleet.replicas}", "cluster"):
+                from foreword.fleet.run import serve_replicas
+            ends_in_order = serve_replicas(model, options, config, fleet)
         else:
             ends_in_order = serve(stack.enter_context(_load(model, options)), config)
     if not ends_in_order:  # everything is closed and written
@@ -299,12 +299,6 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
         sys.stdout.flush()
         os._exit(0)
     return 0
-
-
-def _serve_replicas(model: str, options: dict[str, Any], config: ServerConfig, fleet: FleetConfig) -> bool:
-    with extra_for(f"replicas={fleet.replicas}", "cluster"):
-        from foreword.fleet.run import serve_replicas
-    return serve_replicas(model, options, config, fleet)
 
 
 def _generate(args: argparse.Namespace, options: dict[str, Any]) -> int:

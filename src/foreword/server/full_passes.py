@@ -35,7 +35,9 @@ class FullPasses:
         self._num_running, self._clock = num_running, clock
         self._task: asyncio.Task[None] | None = None
         self._froze = False
-        self._thresholds = gc.get_threshold()
+        self._thresholds = newest, passes, _ = gc.get_threshold()
+        self._objects_of_a_pass = newest * max(1, passes)
+        """The number of new objects between two passes over young objects: 7,000 in Python 3.11, 20,000 in 3.13."""
         self._seen, self._since, self._bytes = 0, clock(), 0
 
     def start(self) -> None:
@@ -77,12 +79,6 @@ class FullPasses:
         gc.collect()
         self._note_pass()
         return True
-
-    @property
-    def _objects_of_a_pass(self) -> int:
-        """The number of new objects between two passes over young objects: 7,000 in Python 3.11, 20,000 in 3.13."""
-        newest, passes, _ = self._thresholds
-        return newest * max(1, passes)
 
     def _note_pass(self) -> None:
         self._seen, self._since, self._bytes = _young_passes(), self._clock(), _resident_bytes()
