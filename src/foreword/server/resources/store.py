@@ -248,7 +248,7 @@ class ContentFolder:
 
 
 def newer_content(content_id: str, what: str) -> APIError:
-    """409: a newer version of foreword wrote this cached content; `what` says what this version does not know of it."""
+    """409: a newer version of foreword wrote this cached content; `what` names the part that this one does not know."""
     return APIError(
         409,
         f"The cached content {content_id!r} was written {what} by a newer version of foreword, which this server "
