@@ -16,11 +16,11 @@ from foreword import __version__
 from foreword.request import LoRARequest
 from foreword.server.api_errors import APIError, bad_request, unknown_model
 from foreword.server.bodies.fields import Body
+from foreword.server.calls import CallWith, operators_body_of
 from foreword.server.crews import off_loop
 from foreword.server.dialects.openai.fields import DetokenizeRequest, TokenizeRequest
 from foreword.server.dialects.openai.messages import read_prompt
 from foreword.server.http import Authorized, dialect_of, json_response, service_of
-from foreword.server.intake import CallWith, operators_body_of
 from foreword.server.service import Service
 
 router = APIRouter()

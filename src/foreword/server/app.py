@@ -25,6 +25,7 @@ from foreword.llm import LLM
 from foreword.server import about, cache_api, schemas_api
 from foreword.server.api_errors import APIError
 from foreword.server.arrival import Arrival
+from foreword.server.calls import document_bodies, explain_invalid
 from foreword.server.dialect import Dialect
 from foreword.server.dialects.anthropic.endpoints import Anthropic
 from foreword.server.dialects.gemini.endpoints import Gemini
@@ -33,7 +34,6 @@ from foreword.server.dialects.openai.dialect import OpenAI
 from foreword.server.engine_thread import in_a_thread
 from foreword.server.full_passes import FullPasses
 from foreword.server.http import TimeLimit, error_response
-from foreword.server.intake import document_bodies, explain_invalid
 from foreword.server.options import ServerConfig
 from foreword.server.service import OpenDoor, Service, new_id
 

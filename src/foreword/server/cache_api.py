@@ -23,13 +23,12 @@ from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.fields import Body, Priority
-from foreword.server.calls import check_session_id
+from foreword.server.calls import CallWith, check_session_id
 from foreword.server.crews import off_loop
 from foreword.server.dialects.openai.fields import ExplainRequest
 from foreword.server.dialects.openai.messages import read_prompt
 from foreword.server.hints import Hint, Hints, HintsRequest, UnusableHintError
 from foreword.server.http import authorized, finished, json_response, route_of, service_of
-from foreword.server.intake import CallWith
 from foreword.server.observe.explanations import cache_report, most_similar, text_of
 from foreword.server.observe.metrics import Scrape
 from foreword.server.records import MAX_RECORDS, RequestRecord, SessionStats, TenantStats, namespace_of

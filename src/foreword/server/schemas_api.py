@@ -15,8 +15,8 @@ from foreword.pml.library import LoadedSchema
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.fields import Body
 from foreword.server.bodies.json_scan import to_json
+from foreword.server.calls import CallWith
 from foreword.server.http import Authorized, json_response, service_of
-from foreword.server.intake import CallWith
 from foreword.server.resources.schemas import ServedSchema
 
 router = APIRouter(tags=["pml"])

@@ -24,9 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foreword.errors import extra_for
 from foreword.server.access.operators import COOKIE, SESSION_S, Operators
 from foreword.server.api_errors import APIError
+from foreword.server.calls import read_body
 from foreword.server.dashboard.parts import FORM_STYLE, ICON
 from foreword.server.http import error_response
-from foreword.server.intake import read_body
 from foreword.server.service import Service
 
 logger = logging.getLogger(__name__)

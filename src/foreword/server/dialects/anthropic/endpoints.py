@@ -15,14 +15,13 @@ from starlette.responses import Response
 
 from foreword.request import StructuredOutputsParams
 from foreword.server.api_errors import APIError, InvalidFieldError, LongPromptError, bad_request, unknown_model
-from foreword.server.calls import Call, sampling_of, sampling_params
+from foreword.server.calls import Call, CallWith, sampling_of, sampling_params
 from foreword.server.chats.chat import Chat, num_prompt_tokens, start_chat
 from foreword.server.dialect import Dialect
 from foreword.server.dialects.anthropic.answer import MessageAnswer
 from foreword.server.dialects.anthropic.fields import CountMessageTokensRequest, CreateMessageRequest
 from foreword.server.dialects.anthropic.messages import chat_of, output_format
 from foreword.server.http import json_response, respond
-from foreword.server.intake import CallWith
 from foreword.server.service import Service, new_id
 
 router = APIRouter(tags=["anthropic"])

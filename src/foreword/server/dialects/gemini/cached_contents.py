@@ -22,7 +22,7 @@ from foreword.request import SamplingParams
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.json_scan import parse_json
-from foreword.server.calls import Call
+from foreword.server.calls import Call, CallWith, explain_invalid
 from foreword.server.chats.chat import read_prompt
 from foreword.server.crews import off_loop
 from foreword.server.dialects.gemini.contents import CachedBeginning, read_chat, template_of
@@ -37,7 +37,6 @@ from foreword.server.dialects.gemini.fields import (
     served,
 )
 from foreword.server.http import Authorized, finished, json_response, service_of
-from foreword.server.intake import CallWith, explain_invalid
 from foreword.server.resources.store import CachedContent, new_content_id, newer_content
 from foreword.server.service import Service, new_id
 from foreword.server.verbs import END_ENTRY

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from foreword.server.access.tenants import shown_key
 from foreword.server.api_errors import APIError, UnknownFieldError, bad_request, unknown_model
-from foreword.server.calls import Call, sampling_params
+from foreword.server.calls import Call, CallWith, sampling_params
 from foreword.server.chats.chat import Chat, num_prompt_tokens, start_chat
 from foreword.server.crews import off_loop
 from foreword.server.dialect import Dialect
@@ -32,7 +32,6 @@ from foreword.server.dialects.gemini.fields import (
     served,
 )
 from foreword.server.http import JsonArray, json_response, respond
-from foreword.server.intake import CallWith
 from foreword.server.resources.store import CachedContent
 from foreword.server.service import Service, new_id
 

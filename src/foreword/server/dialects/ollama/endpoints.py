@@ -22,7 +22,7 @@ from foreword.server import embeddings
 from foreword.server.answer_stream import AnswerStream
 from foreword.server.api_errors import APIError, bad_request, unknown_model
 from foreword.server.bodies.fields import Body
-from foreword.server.calls import Call, sampling_params
+from foreword.server.calls import Call, CallWith, sampling_params
 from foreword.server.chats.chat import ChatAnswer, start_chat
 from foreword.server.crews import off_loop
 from foreword.server.dialect import Dialect
@@ -36,7 +36,6 @@ from foreword.server.dialects.ollama.fields import (
 )
 from foreword.server.dialects.ollama.messages import can_think, chat_of, output_format, sampling_of
 from foreword.server.http import Authorized, Frames, json_response, respond, service_of
-from foreword.server.intake import CallWith
 from foreword.server.service import Service, new_id
 
 LATEST = ":latest"

@@ -16,7 +16,7 @@ from foreword.cache import LookupExplanation, MissReason, common_length
 from foreword.engine import BREAKPOINT, Keep, Mark
 from foreword.server.answer_stream import AnswerStream
 from foreword.server.api_errors import bad_request
-from foreword.server.calls import Call
+from foreword.server.calls import Call, explain_invalid
 from foreword.server.dialects.openai.fields import (
     AnyCall,
     Breakpoint,
@@ -27,7 +27,6 @@ from foreword.server.dialects.openai.fields import (
     TextPart,
     Unmarkable,
 )
-from foreword.server.intake import explain_invalid
 from foreword.server.observe.explanations import cache_report, told_to_client
 from foreword.server.records import RequestRecord
 from foreword.server.service import ChatMark

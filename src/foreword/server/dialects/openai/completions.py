@@ -18,7 +18,7 @@ from foreword.engine import Prompt
 from foreword.request import TokenLogprobs
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
-from foreword.server.calls import Call, sampling_of, sampling_params
+from foreword.server.calls import Call, CallWith, sampling_of, sampling_params
 from foreword.server.chats.chat import (
     Chat,
     ChatAnswer,
@@ -51,7 +51,6 @@ from foreword.server.dialects.openai.messages import (
     template_inputs,
 )
 from foreword.server.http import AnswerWriter, respond
-from foreword.server.intake import CallWith
 from foreword.server.service import Service, new_id
 from foreword.text.detokenizer import Detokenizer
 from foreword.text.reply import Call as ToolCall

@@ -18,13 +18,12 @@ from foreword.pml.documents import SEPARATOR, DocumentTokens, read_documents
 from foreword.pml.library import LoadedSchema, SchemaPrompt
 from foreword.server.access.links import composed
 from foreword.server.api_errors import bad_request
-from foreword.server.calls import Call
+from foreword.server.calls import Call, CallWith
 from foreword.server.dialects.openai.caching import Caching, check_beside_link
 from foreword.server.dialects.openai.completions import complete
 from foreword.server.dialects.openai.fields import ModulesRequest
 from foreword.server.dialects.openai.messages import check_call
 from foreword.server.http import json_response
-from foreword.server.intake import CallWith
 from foreword.server.service import Service
 from foreword.server.verbs import EXPLAIN_LINKS
 from foreword.text.schema_text import schema_text

@@ -20,7 +20,7 @@ from foreword.engine import Prompt
 from foreword.request import SamplingParams
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.json_scan import to_json
-from foreword.server.calls import Call
+from foreword.server.calls import Call, CallWith
 from foreword.server.chats.score_template import Judge
 from foreword.server.crews import off_loop
 from foreword.server.dialects.openai.fields import (
@@ -32,7 +32,6 @@ from foreword.server.dialects.openai.fields import (
 )
 from foreword.server.embeddings import embed
 from foreword.server.http import finished, json_response
-from foreword.server.intake import CallWith
 from foreword.server.service import LONG_TEXT, TokenIds, new_id
 
 router = APIRouter()
