@@ -184,7 +184,8 @@ class Codes:
         if self.integers is not None:
             shared = np.repeat(scales, self.integers.shape[1] // scales.shape[1], axis=1)
             scales = shared * self.integers.astype(np.float32)
-        parts: Floats = numbers.reshape(*scales.shape[:2], -1) * scales[:, :, :1]
+        parts: Floats = numbers.reshape(*scales.shape[:2], -1)
+        parts *= scales[:, :, :1]
         if kind.has_offset:
             parts += scales[:, :, 1:]
         return parts.reshape(self.codes.shape)

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from numba import from_dtype, njit, types
 from numba.core.caching import FunctionCache, NullCache
 from numba.core.ccallback import CFunc
+from numba.core.runtime import rtsys
 from numba.extending import intrinsic
 
 from foreword.kernels.llvm.tiles import has_tiles
@@ -117,9 +118,11 @@ class _Cache(FunctionCache):
     def _index_key(self, *arguments: Any) -> Any:
         return (*super()._index_key(*arguments), source_digest())
 
-    def load_overload(self, *arguments: Any) -> Any:
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        """Load kept code without the registries of types and functions, which numba fills again when it compiles."""
         try:
-            return super().load_overload(*arguments)
+            rtsys.initialize(context)  # the symbols that kept code refers to
+            return self._load_overload(signature, context)
         except Exception as error:  # unpickling a damaged file raises anything
             logger.info("compiling %s again, since its kept code cannot be read: %r", self._name, error)
             with suppress(OSError):

@@ -24,8 +24,8 @@ from foreword.kernels.runtime.threads import OfThread, Operation
 from foreword.model.cpu.product import thread_memory
 from foreword.model.cpu.row_functions import ALONE_ELEMENTS
 
-FILLED = 1 << 20
-"""The number of weights that are packed at once."""
+FILLED = 1 << 18
+"""The number of weights that are expanded or packed at once: memory of larger arrays is cleared again each time."""
 ALONE_OPERATIONS = 1 << 18
 """The calling thread computes a product of fewer multiplications alone, because waking other threads takes longer."""
 HAS_INSTRUCTIONS = coded_worker.HAS_INSTRUCTIONS

@@ -294,3 +294,10 @@ def test_factors_of_angles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     file = GgufFile(tmp_path / "model.gguf")
     with pytest.raises(ModelLoadError, match=r"rope_freqs\.weight"):
         config_fields(file.metadata, file.tensors)
+
+
+def test_texts_of_a_file_that_was_cut_since_it_was_opened_are_an_error(tmp_path: Path, sound: bytes) -> None:
+    file = opened(tmp_path, sound)
+    file.path.write_bytes(sound[:64])
+    with pytest.raises(OSError, match="ended early"):
+        file.metadata["tokenizer.ggml.tokens"]

@@ -81,9 +81,7 @@ class Keys:
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._prefix = f"{architecture}."
-        self._values = {
-            name[len(self._prefix) :]: value for name, value in metadata.items() if name.startswith(self._prefix)
-        }
+        self._values = {name[len(self._prefix) :]: metadata[name] for name in metadata if name.startswith(self._prefix)}
         self._read: set[str] = set()
 
     def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
