@@ -109,10 +109,7 @@ def _to_ours(blocks: Sequence[Block], place: int, *, last: bool) -> int:
             return blocks[blocks.index(block) + 1].ours
         return block.ours + place - block.theirs
     block = next(candidate for candidate in blocks if place <= candidate.theirs + candidate.length)
-    return block.ours + max(0, place - block.theirs) if place >= block.theirs else _end_of_ours(blocks, block)
-
-
-def _end_of_ours(blocks: Sequence[Block], block: Block) -> int:
-    """Return the end, in the prompt, of the block before `block`. The difference between both blocks begins there."""
-    before = blocks[max(0, blocks.index(block) - 1)]
+    if place >= block.theirs:
+        return block.ours + place - block.theirs
+    before = blocks[max(0, blocks.index(block) - 1)]  # the place is in the difference between both blocks
     return before.ours + before.length

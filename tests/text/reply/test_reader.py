@@ -52,7 +52,7 @@ def test_the_parts_are_those_that_transformers_reads(name):
     theirs, own = load_response_template(template_of(name)), FORMATS[name].template
     assert own.start_anchor_re == theirs.start_anchor_re
     for field in own.fields.values():
-        assert all(getattr(field, key) == getattr(theirs.fields[field.name], key) for key in field.__slots__), field
+        assert all(getattr(field, key) == getattr(theirs.fields[field.name], key) for key in vars(field)), field
     told = parse_response(sample.text, theirs, prefix=sample.prompt_end, tools=TOOLS)
     assert squeezed(told.get("thinking", "")) == texts(parts, Reasoning)
     assert squeezed(told.get("content", "")) == texts(parts, Text)

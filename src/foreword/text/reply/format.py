@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import regex
@@ -59,7 +60,7 @@ class ReplyFormat:
 
     name: str
     template: Any
-    """transformers' `ResponseTemplate`, or a `_Template`."""
+    """transformers' `ResponseTemplate`, or an object with its attributes."""
     thinking: ThinkingMarks | None = None
     """The marks of thinking; None if replies have no reasoning, or the end of reasoning is not known."""
     call_form: Mapping[str, Any] | None = None
@@ -169,53 +170,33 @@ def _compiled(spec: Any) -> Any:
     return load_response_template(spec)
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """A field of a response template, with the attributes of transformers' `ResponseTemplateField`."""
-
-    name: str
-    open_re: Any
-    open_literals: list[str] | None
-    open_literal_can_extend: bool
-    close_re: Any
-    close_literals: list[str] | None
-    close_literal_can_extend: bool
-    content: str
-    content_args: Mapping[str, Any]
-    join: str | None
-    transform: Any
-    transform_each: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Template:
-    """A response template, with the attributes of transformers' `ResponseTemplate`."""
-
-    fields: Mapping[str, _Field]
-    start_anchor_re: Any
-
-
-def _compiled_own(spec: Mapping[str, Any]) -> _Template:
+def _compiled_own(spec: Mapping[str, Any]) -> SimpleNamespace:
     """Compile one of foreword's own templates without transformers' checks. A test compares both results."""
-    fields = {}
-    for name, item in spec["fields"].items():
-        content = item.get("content", "text"), item.get("content_args", {}), item.get("join"), item.get("transform")
-        fields[name] = _Field(
-            name, *_anchor(item, "open"), *_anchor(item, "close"), *content, item.get("transform_each", False)
+    fields = {
+        name: SimpleNamespace(
+            name=name,
+            **_anchor(item, "open"),
+            **_anchor(item, "close"),
+            content=item.get("content", "text"),
+            content_args=item.get("content_args", {}),
+            join=item.get("join"),
+            transform=item.get("transform"),
+            transform_each=item.get("transform_each", False),
         )
-    return _Template(fields, _anchor(spec, "start_anchor")[0])
+        for name, item in spec["fields"].items()
+    }
+    return SimpleNamespace(fields=fields, **_anchor(spec, "start_anchor"))
 
 
-def _anchor(item: Mapping[str, Any], key: str) -> tuple[Any, list[str] | None, bool]:
+def _anchor(item: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The mark that begins or ends a field: an expression, its literal texts or None, and whether a text may grow."""
-    if f"{key}_pattern" in item:
-        return regex.compile(item[f"{key}_pattern"], regex.DOTALL), None, False
-    if key not in item:
-        return None, None, False
-    texts = [item[key]] if isinstance(item[key], str) else list(dict.fromkeys(item[key]))
-    longest_first = "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True))
-    can_extend = any(a != b and a.startswith(b) for a in texts for b in texts)
-    return regex.compile(longest_first, regex.DOTALL), texts, can_extend
+    pattern, literals, can_extend = item.get(f"{key}_pattern"), None, False
+    if pattern is None and key in item:
+        literals = [item[key]] if isinstance(item[key], str) else list(dict.fromkeys(item[key]))
+        pattern = "|".join(regex.escape(text) for text in sorted(literals, key=len, reverse=True))
+        can_extend = any(a != b and a.startswith(b) for a in literals for b in literals)
+    expression = None if pattern is None else regex.compile(pattern, regex.DOTALL)
+    return {f"{key}_re": expression, f"{key}_literals": literals, f"{key}_literal_can_extend": can_extend}
 
 
 def _plain(spec: Any) -> str:
