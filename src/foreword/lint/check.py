@@ -233,16 +233,7 @@ class _Bench:
 
     def settle(self, fixes: Sequence[_Fix]) -> None:
         """Rewrite the prompts with these remedies."""
-        unknown = [
-            replace(
-                fix,
-                texts=[
-                    {index: np.full(len(text), -1, np.int32) for index, text in texts.items()} for texts in fix.texts
-                ],
-            )
-            for fix in fixes
-        ]
-        self.origins = [_rewritten(self.origins, index, unknown) for index in range(len(self.prompts))]
+        self.origins = [_rewritten(self.origins, index, fixes, written=-1) for index in range(len(self.prompts))]
         self.prompts = [_rewritten(self.prompts, index, fixes) for index in range(len(self.prompts))]
         for fix in fixes:
             for slot, texts in zip(fix.slots, fix.texts, strict=True):
@@ -268,8 +259,8 @@ class _Bench:
         return _Score(count.tokens, sum(length for _, length in recorded))
 
 
-def _rewritten(prompts: Sequence[TokenIds], index: int, fixes: Sequence[_Fix]) -> TokenIds:
-    """Return a prompt rewritten with these remedies."""
+def _rewritten(prompts: Sequence[TokenIds], index: int, fixes: Sequence[_Fix], written: int | None = None) -> TokenIds:
+    """Return a prompt rewritten with these remedies. `written` stands in place of the tokens of new texts."""
     tokens = prompts[index]
     pieces, last, at = [], [], 0
     edits = [
@@ -281,7 +272,7 @@ def _rewritten(prompts: Sequence[TokenIds], index: int, fixes: Sequence[_Fix]) -
     for (begin, end), text in sorted(edits, key=lambda edit: edit[0]):
         pieces.append(tokens[at:begin])
         if text is not None:
-            pieces.append(text)
+            pieces.append(text if written is None else np.full_like(text, written))
         else:
             last.append(tokens[begin:end])
         at = max(at, end)
