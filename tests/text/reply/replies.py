@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from foreword.text.reply import Call, Part, Reasoning, ReplyFormat, ReplyReader, Text
 from foreword.text.reply.format import BARE, FAMILIES, family
@@ -192,3 +193,8 @@ def read(name: str, text: str, cuts: list[int] | int = 1, **options: object) -> 
     parts += reader.finish()
     assert reader.num_calls == sum(isinstance(part, Call) for part in parts)
     return joined(parts)
+
+
+def named(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """A function that may be called."""
+    return {"name": name, "parameters": parameters}

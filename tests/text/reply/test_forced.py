@@ -18,11 +18,11 @@ from foreword.errors import InvalidRequestError
 from foreword.grammar import Grammars
 from foreword.text import Tokenizer
 from foreword.text.reply import Call, Reasoning, Text
-from foreword.text.reply.forced import Function, forced_calls
+from foreword.text.reply.forced import forced_calls
 from foreword.text.reply.format import ThinkingMarks
 from foreword.text.reply.reader import joined
 from foreword.text.reply.turn import Turn
-from text.reply.replies import FORMATS, NAMES, SAMPLES, read
+from text.reply.replies import FORMATS, NAMES, SAMPLES, named, read
 
 SPECIAL = (
     "<|start|> <|channel|> <|message|> <|end|> <|constrain|> <|call|> [TOOL_CALLS] [ARGS] [THINK] [/THINK] "
@@ -31,7 +31,7 @@ SPECIAL = (
 ).split()
 PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
 FUNCTIONS = [
-    Function(
+    named(
         "get_weather",
         {
             "type": "object",
@@ -46,9 +46,9 @@ FUNCTIONS = [
             "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
         },
     ),
-    Function("clock", {"type": "object", "properties": {}, "additionalProperties": False}),
+    named("clock", {"type": "object", "properties": {}, "additionalProperties": False}),
 ]
-TOOLS = [{"type": "function", "function": {"name": one.name, "parameters": one.parameters}} for one in FUNCTIONS]
+TOOLS = [{"type": "function", "function": one} for one in FUNCTIONS]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_the_reader_reads_what_a_forced_call_can_be(tokenizer, grammars, name, m
 def test_a_forced_call_has_the_tokens_that_the_template_writes(tokenizer, grammars, name):
     """The samples' calls are written as templates write them."""
     functions = [
-        Function(
+        named(
             "get_weather",
             {
                 "type": "object",
@@ -129,7 +129,7 @@ def test_a_forced_call_has_the_tokens_that_the_template_writes(tokenizer, gramma
                 "required": ["city", "days"],
             },
         ),
-        Function("clock", {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}),
+        named("clock", {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}),
     ]
     text = CALLS.get(name) or calls_text(name)
     grammar = forced_calls(FORMATS[name], functions, tokenizer.added_tokens, may_repeat=True)

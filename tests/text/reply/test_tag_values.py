@@ -15,9 +15,9 @@ import pytest
 from foreword.errors import InvalidRequestError
 from foreword.text.reply import Call, ReplyReader
 from foreword.text.reply.arguments import MOST_SCHEMAS, cast, types_of
-from foreword.text.reply.forced import Function, forced_calls, without_patterns
+from foreword.text.reply.forced import forced_calls, without_patterns
 from foreword.text.reply.format import family
-from text.reply.replies import FORMATS, SAMPLES, read
+from text.reply.replies import FORMATS, SAMPLES, named, read
 from text.reply.test_forced import grammars, tokenizer, walk
 
 __all__ = ["grammars", "tokenizer"]
@@ -72,7 +72,7 @@ def value_of(family: str, text: str, schema: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", list(ENFORCED))
 def test_a_forced_call_has_only_values_that_the_schema_allows(tokenizer, grammars, family, name):
     schema, is_right = ENFORCED[name]
-    function = Function("f", parameters(schema))
+    function = named("f", parameters(schema))
     grammar = forced_calls(FORMATS[family], [function], tokenizer.added_tokens, may_repeat=False)
     open_constraint, (eos,) = grammars.lark(grammar), tokenizer.eos_token_ids
     for seed in range(3):
@@ -92,9 +92,7 @@ def forced_text(family: str, value: str) -> str:
 
 
 def allows(tokenizer, grammars, family: str, schema: dict[str, Any], text: str) -> bool:
-    grammar = forced_calls(
-        FORMATS[family], [Function("f", parameters(schema))], tokenizer.added_tokens, may_repeat=False
-    )
+    grammar = forced_calls(FORMATS[family], [named("f", parameters(schema))], tokenizer.added_tokens, may_repeat=False)
     constraint, written = grammars.lark(grammar)(), []
     for token in tokenizer.hf_tokenizer.encode(text, add_special_tokens=False):
         if not constraint.allowed(written)[token]:
@@ -190,7 +188,7 @@ def test_patterns_that_no_grammar_can_follow_are_found_and_left_out(tokenizer, g
     assert left["properties"]["v"] == followed
 
     def grammar(one):
-        return forced_calls(FORMATS[family], [Function("f", one)], tokenizer.added_tokens, may_repeat=False)
+        return forced_calls(FORMATS[family], [named("f", one)], tokenizer.added_tokens, may_repeat=False)
 
     with pytest.raises(InvalidRequestError):
         grammars.lark(grammar(schema))
@@ -250,7 +248,7 @@ def test_a_schema_of_any_form_is_read(schema: Any) -> None:
     assert call.arguments in ('{"a": "1"}', '{"a": 1}')
     parameters = schema if isinstance(schema, dict) else {}
     for name in ("qwen3_coder", "gemma4", "glm4"):
-        assert forced_calls(family(name), [Function("f", parameters)], {}, may_repeat=False).startswith("start:")
+        assert forced_calls(family(name), [named("f", parameters)], {}, may_repeat=False).startswith("start:")
 
 
 def test_no_more_schemas_are_looked_at_than_the_limit() -> None:
@@ -260,7 +258,7 @@ def test_no_more_schemas_are_looked_at_than_the_limit() -> None:
 def test_the_grammar_of_optional_arguments_is_linear_in_their_number() -> None:
     def size(count: int) -> int:
         schema = {"properties": {f"a{n}": {"type": "integer"} for n in range(count)}}
-        return len(forced_calls(family("gemma4"), [Function("f", schema)], {}, may_repeat=False))
+        return len(forced_calls(family("gemma4"), [named("f", schema)], {}, may_repeat=False))
 
     assert size(400) < 2.2 * size(200)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from foreword.server.api_errors import bad_request
 from foreword.text import Tokenizer
 from foreword.text.reply import ReplyReader
-from foreword.text.reply.forced import Function, forced_calls, without_patterns
+from foreword.text.reply.forced import forced_calls, without_patterns
 from foreword.text.reply.turn import Turn
 
 Tool = Mapping[str, Any]
@@ -71,7 +71,7 @@ class ToolUse:
     def grammar(self) -> str:
         """Return the Lark grammar of a forced call, or of several calls."""
         forced = [
-            Function(function["name"], self._relaxed.get(function["name"], function.get("parameters") or {}))
+            {**function, "parameters": self._relaxed.get(function["name"], function.get("parameters") or {})}
             for function in self._forced
         ]
         return forced_calls(self._form, forced, self._tokenizer.added_tokens, may_repeat=not self.choice.at_most_one)

@@ -201,21 +201,17 @@ def without_patterns(
     return result, tuple(unenforced)
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A function that may be called."""
-
-    name: str
-    parameters: Mapping[str, Any]
-    """JSON schema of its arguments."""
-
-
 def forced_calls(
-    form: ReplyFormat | None, functions: Sequence[Function], added_tokens: Mapping[str, int], *, may_repeat: bool
+    form: ReplyFormat | None,
+    functions: Sequence[Mapping[str, Any]],
+    added_tokens: Mapping[str, int],
+    *,
+    may_repeat: bool,
 ) -> str:
     """The Lark grammar of one call of one of the functions, or of several calls if `may_repeat`.
 
-    `added_tokens`: ids of the tokens that the tokenizer adds, by their texts. A form without calls gets bare JSON.
+    `functions`: each with its `name`, and the JSON schema of its arguments in `parameters`. `added_tokens`: ids of the
+    tokens that the tokenizer adds, by their texts. A form without calls gets bare JSON.
     """
     call = form.call_form if form is not None and form.call_form is not None else family(BARE).call_form
     assert call is not None
@@ -242,15 +238,17 @@ class _Writer:
             for piece in pieces
         )
 
-    def call(self, number: int, function: Function) -> list[str]:
+    def call(self, number: int, function: Mapping[str, Any]) -> list[str]:
         """The rules of a function's call. The first rule is named c and `number`."""
-        opening, closing = (self.literal(self._form[key].replace("{name}", function.name)) for key in ("open", "close"))
+        opening, closing = (
+            self.literal(self._form[key].replace("{name}", function["name"])) for key in ("open", "close")
+        )
         head = f"c{number}: {opening} a{number} {closing}"
         tags = self._form.get("arguments")
         if tags is None:
-            schema = {**(function.parameters or {"type": "object"}), "x-guidance": _SEPARATORS}
+            schema = {**(function["parameters"] or {"type": "object"}), "x-guidance": _SEPARATORS}
             return [head, f"a{number}: %json {json.dumps(schema)}"]
-        return [head, *self._tagged(f"a{number}", function.parameters, tags)]
+        return [head, *self._tagged(f"a{number}", function["parameters"], tags)]
 
     def _tagged(self, name: str, schema: Mapping[str, Any], tags: Mapping[str, str]) -> list[str]:
         """The rules of arguments between tags: the schema's members in their order."""
