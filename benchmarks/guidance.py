@@ -77,7 +77,10 @@ def documents(rng: Random, num_requests: int, num_documents: int = 40, first: in
 
 
 def examples(rng: Random, num_requests: int, *, shuffle: bool) -> list[Prompt]:
-    """Eight examples of 100 tokens before every question, in an order of their own or always in the same."""
+    """The same eight examples of 100 tokens stand before every question.
+
+    With `shuffle`, each prompt has them in a random order.
+    """
     shelf = [text(rng, 100) for _ in range(8)]
     prompts = []
     for _ in range(num_requests):

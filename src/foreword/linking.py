@@ -444,7 +444,7 @@ class LinkedAnswer:
     text: str
     token_ids: tuple[int, ...]
     num_equal_tokens: int
-    """The number of its first tokens that are equal to those of `all`'s answer."""
+    """The number of leading tokens that are the same as in the answer of the method `all`."""
     is_equal: bool
     """Whether the whole answer has the same tokens as the answer of `all`."""
     link: LinkReport

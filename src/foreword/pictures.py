@@ -92,7 +92,10 @@ class _FewReads(io.BytesIO):
 
 
 def file_of_url(url: object) -> PictureFile:
-    """The picture in a data URL, or at an address from which it must be fetched later. Raises InvalidRequestError."""
+    """Read the picture in a data URL.
+
+    An http address is only noted: the picture must be fetched from there later. Raises InvalidRequestError.
+    """
     if not isinstance(url, str):
         raise InvalidRequestError(f"the URL of a picture is a {type(url).__name__}, not a text")
     scheme = url[:8].lower().partition(":")[0]

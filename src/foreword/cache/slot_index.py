@@ -143,8 +143,8 @@ class SlotIndex:
     def evict(self, num_slots: int) -> BlockIds:
         """Forget `num_slots` slots or more, in the order of eviction, and give them back to the engine.
 
-        More slots leave if lookups could not find them without the evicted slots. Raises AllocationError, and changes
-        nothing, if fewer than `num_slots` can leave.
+        Slots that can be found only through evicted slots are evicted too. Raises AllocationError, and changes nothing,
+        if fewer than `num_slots` can be evicted.
         """
         if not 0 <= num_slots <= self.num_evictable:
             raise AllocationError(

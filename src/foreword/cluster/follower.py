@@ -186,7 +186,7 @@ class Follower:
             self.need = Need.REPLAY
 
     def lose_one(self) -> None:
-        """Note that a batch came that cannot be read."""
+        """Count an unreadable batch, and treat it as missed."""
         self.counts["bad"] += 1
         self._miss()
 

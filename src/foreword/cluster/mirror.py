@@ -42,7 +42,10 @@ class ReplicaMirror:
     # ------------------------------------------------------------------ events
 
     def learn(self, tell_follower: Callable[[], object], now: float) -> None:
-        """Let the follower take messages. Claims end if the replica has restarted, or its events have stopped."""
+        """Let the follower take messages.
+
+        If the replica has restarted, or its events have stopped, all claims are ended.
+        """
         counts, self._now = self.follower.counts, now
         lives = counts["restarts"] + counts["silences"]
         tell_follower()

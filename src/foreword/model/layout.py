@@ -128,7 +128,7 @@ class CacheLayout:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block in sequences. Each group's block size is a multiple of this number."""
+        """Tokens per block of a `TokenSequence`. Each group's block size is a multiple of this number."""
         return math.gcd(*(group.spec.block_size for group in self.groups))
 
     def tokens_in(self, num_blocks: int) -> int:

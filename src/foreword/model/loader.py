@@ -110,7 +110,7 @@ class LoadedModel:
 
     @property
     def routes_in_float32(self) -> bool:
-        """Whether experts are chosen by products in float32, whatever the model's type."""
+        """Whether the router that chooses experts multiplies in float32, whatever the model's dtype."""
         experts = self.network.spec.experts if isinstance(self.network, Decoder) else None
         return experts is not None and experts.routes_in_float32
 

@@ -5,7 +5,7 @@ is moved to p + d by one more turn of d:
 
     R(p + d) k = R(d) R(p) k
 
-Models that nobody has written down are refused, because nobody knows how their keys turn.
+Models without a spec in foreword (see model/decoder) are refused, because it is not known how their keys turn.
 
 `KeyMover` moves KV from slots to slots: values are copied, keys are copied and turned. A key is turned once, in
 float32, from the canonical key at its source, and rounded once. So a moved key's bits depend on the source's key and on

@@ -1,1 +1,4 @@
-"""Prompt modules: prompts of parts that are written once and reused, in a language of their own (PML)."""
+"""Prompt modules: parts of prompts, written once and reused.
+
+Prompts and modules are written in PML, a language for them.
+"""

@@ -60,7 +60,7 @@ class Tables(NamedTuple):
     last_use: FloatArray
     """[blocks]"""
     block_of_stamp: npt.NDArray[np.int32]
-    """[stamps]; a stamp is in use if `stamp_of` of its block is that stamp."""
+    """[stamps]: the block that got each stamp. Stamp s is in use if `stamp_of[block_of_stamp[s]]` is s."""
     counts: npt.NDArray[np.int32]
     """[stamps + 1]: Fenwick tree; entry i counts the stamps in use among the (i & -i) that end before stamp i."""
 
@@ -289,7 +289,7 @@ class LiveLruCurve:
     def reset(self) -> None:
         self._stack = LruStack()
         self._hits = np.zeros((NUM_PARTS, len(self._capacities)))
-        """Sampled blocks found, by part of the sample and capacity."""
+        """[parts of the sample, capacities]: the number of sampled blocks that were found."""
         self._looked_up = np.zeros(NUM_PARTS)
         """Sampled blocks looked for, by part of the sample."""
         self._num_blocks = 0.0

@@ -223,7 +223,10 @@ class Renderer:
         return pictures_in_order(chat.messages, lambda ordered: form.write(ordered, chat.inputs)[0])
 
     def _hidden(self, chat: Conversation) -> tuple[Conversation, str]:
-        """Put a mark into a conversation's control tokens. Returns both; the mark is "" if there are no such tokens."""
+        """Put a mark into each text of a control token that the tokenizer must not read as one.
+
+        Returns the conversation and the mark, which is "" if nothing was marked.
+        """
         if self._takes_control_tokens:
             return chat, ""
         spared = self._spared_tokens()

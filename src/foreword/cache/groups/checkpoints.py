@@ -66,7 +66,10 @@ class StateCheckpoints:
         return sorted({self.align(position) for position in positions} - {0})
 
     def next_after(self, positions: Sequence[int], start: int) -> int:
-        """The first position after `start` at which a state is saved; `positions`: saved besides the intervals."""
+        """The first position after `start` at which a state is saved.
+
+        It is the next multiple of `interval`, or an earlier one of `positions`.
+        """
         at = bisect.bisect_right(positions, start)
         by_interval = (start // self.interval + 1) * self.interval
         return min(by_interval, positions[at]) if at < len(positions) else by_interval

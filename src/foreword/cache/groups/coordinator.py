@@ -152,7 +152,10 @@ class KVCacheCoordinator(ABC):
         return None
 
     def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:  # noqa: B027 - most have none
-        """Index the part of the row's first `num_tokens` tokens after their last full block. The row is closed next."""
+        """Of the row's first `num_tokens` tokens, index those after the last full block as a tail.
+
+        The caller closes the row next.
+        """
 
     # ------------------------------------------------- reasons of misses; they need a ledger
 

@@ -146,7 +146,8 @@ class PrefixIndex(Protocol):
         """`insert` one block for each of these sequences: `block_ids[i]` is block number `numbers[i]`."""
 
     def insert_tail(self, sequence: TokenSequence, num_tokens: int, block_id: int) -> bool:
-        """Index a block as the tail that holds the last of `num_tokens` tokens, those after the last full block.
+        """Index a block as a tail: of the sequence's first `num_tokens` tokens, it holds those after the last full
+        block.
 
         Lookups find it as a `PartialBlock`. False, and no change, if the index keeps no tails, if the full blocks
         before it are not indexed, or if other blocks already hold the same tokens.
@@ -177,7 +178,7 @@ class PrefixIndex(Protocol):
         """
 
     def block_ids(self) -> BlockIds:
-        """All indexed full blocks, including duplicates (a copy)."""
+        """A new array of all indexed full blocks, including duplicates."""
 
     def __len__(self) -> int:
         """The number of indexed full blocks, including duplicates."""

@@ -148,7 +148,7 @@ def linked_span(source_key: BlockHash, first: int, num_tokens: int, *, index: in
 def jump_span(token_id: int, *, index: int, position: int) -> KeyedSpan:
     """The name of a computed token whose position does not follow that of the token before it.
 
-    It includes the token id: an index of tokens has the span's number in the token's place.
+    The name includes the token id, because the radix index stores a number for the span instead of the token.
     """
     return KeyedSpan("jump", f"{position}:{token_id}", index, 1)
 

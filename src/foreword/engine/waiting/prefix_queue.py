@@ -309,7 +309,10 @@ class Lane:
         return None
 
     def likely(self) -> Iterator[Request]:
-        """Requests with many cached blocks: the front of the heap, which is not quite in order."""
+        """Requests with many cached blocks, from the front of the heap.
+
+        They may not be those with the most, because a heap is not quite in order.
+        """
         return (family.oldest for _, _, version, family in self._by_match[:32] if version == family.version)
 
     def oldest(self, step: int) -> Request | None:
@@ -473,10 +476,11 @@ class Mean:
 
 
 class Pace:
-    """Seconds of a step's tokens, and the length of answers, estimated from the steps so far.
+    """Estimates how many seconds a prompt token and an answer token take, from the steps so far, and how long an answer
+    gets, from earlier answers.
 
-    All tokens of a step share its time equally, so decoding in a large batch takes little from others, and decoding
-    alone takes all.
+    A step's time is divided equally among its tokens. So a request that decodes in a large batch takes little time from
+    others, and one that decodes alone takes the whole step.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -184,7 +184,10 @@ def pack_keys(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
 
 @inlined
 def pack_values(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
-    """Pack values in panels of 64 dimensions (the last may have 32), [tokens or pairs of tokens, 64] each."""
+    """Pack values in panels of 64 dimensions (the last may have 32).
+
+    A panel has a row for each token, or for each pair of tokens in the modes IN_PAIRS.
+    """
     mode, dim, item_bytes, width = a.mode, a.value_dim, a.stored_bytes, a.value_width
     rows, offset = s.value_rows, kv_head * dim * item_bytes
     if dim != width:

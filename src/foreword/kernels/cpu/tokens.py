@@ -52,7 +52,7 @@ def find_tokens(a: Any, s: Any, request: int, chunk: int, low: int, high: int) -
 
 @compiled
 def _put(s: Any, token: int, zeros: int) -> None:
-    """Give a token that no row sees zeros for its key and value, and for their scales."""
+    """No row sees this token: let its key, its value and their scales be zeros."""
     store_int(s.key_rows + 8 * token, zeros)
     store_int(s.value_rows + 8 * token, zeros)
     store_int(s.key_scales + 8 * token, zeros)

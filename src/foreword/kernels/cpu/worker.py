@@ -216,7 +216,8 @@ def _attend_shared(a: Any, s: Any, item: Any, kv_head: int) -> Any:
 
 @compiled
 def _attend_leading(a: Any, s: Any, item: Any, kv_head: int) -> Any:
-    """Attend to the first chunks for all queries of the requests that share them; returns the next unit.
+    """Some requests share their first chunks: attend to these chunks for all queries of the requests. Returns the unit
+    that this thread computes next.
 
     The partial result lies in the place of chunk 0's.
     """

@@ -51,7 +51,10 @@ def has_tiles() -> bool:
 
 
 def _tile_call(builder: Any, name: str, *arguments: Any) -> None:
-    """Emit an instruction for tiles; without tiles nothing, because the code is compiled but never called."""
+    """Emit an instruction for tiles.
+
+    If there are no tiles, it emits nothing: the code is then compiled, but never called.
+    """
     if has_tiles():
         emit.call(builder, f"llvm.x86.{name}", *arguments, returns=ir.VoidType())
 
@@ -78,8 +81,8 @@ def _multiply(builder: Any, result: int, left: int, right: int) -> None:
 def lay_out(builder: Any, config: Any, num_rows: Any) -> None:
     """Lay out this thread's tiles for products of `num_rows` (1 to 32) rows of A; writes 64 bytes to `config`.
 
-    With up to 16 rows, all tiles of rows have `num_rows` rows. With more, the first tiles have 16 rows, the second the
-    rest.
+    Rows take one or two tiles. Up to 16 rows fit into the first; with more, the first has 16 rows, and the second has
+    the rest.
     """
     byte, full = ir.IntType(8), emit.integer(TILE_ROWS)
     few = builder.icmp_signed("<=", num_rows, full)

@@ -7,8 +7,8 @@ An element is computed in one order, which no other row changes:
     low       16 lanes, each one chain of fused multiply-adds along every 16th input; then a tree over the lanes
     result    one chain of fused multiply-adds along the ranks, which starts at 0; then result + that sum
 
-Rows without a table are not touched. Threads take units of rows from a counter. Consecutive rows with one table are
-multiplied up to three at a time, which reads each weight once for all of them and changes no order.
+Rows without a table are not touched. Threads take units of rows from a counter. Up to three consecutive rows with the
+same table are multiplied together: each weight is read once for all of them, and no element's sum changes its order.
 """
 
 from __future__ import annotations

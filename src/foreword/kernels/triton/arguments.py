@@ -50,8 +50,8 @@ class LayerArguments:
     def numbers(self) -> tuple[int | float, ...]:
         """Positional arguments after the metadata: strides in elements, then the factors of scores.
 
-        Scores are in units of log 2, so that weights are powers of 2. With a soft-cap the cap is in those units, and
-        scores are divided by the cap first.
+        Factors include log2(e), so that a weight is 2 to the power of a score. With a soft-cap, the first factor
+        divides scores by the cap, and only the second, the cap, includes log2(e).
         """
         scale, cap = self.options.scale, self.options.softcap
         factors = (scale * LOG2_E, 0.0) if cap is None else (scale / cap, cap * LOG2_E)

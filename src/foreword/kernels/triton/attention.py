@@ -30,7 +30,7 @@ from foreword.kernels.triton.tile import LAUNCH, LOG2_E
 PROGRAMS_PER_PROCESSOR = 4
 """Programs of `attend_items` for each multiprocessor. Programs take turns, so more programs would only wait."""
 INTERPRETED_PROGRAMS = 3
-"""Programs without a GPU: few, so that each takes several turns, as on a GPU."""
+"""The number of programs without a GPU. It is small, so that each program takes several turns, as on a GPU."""
 
 
 class TritonAttention:

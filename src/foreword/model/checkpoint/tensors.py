@@ -219,7 +219,10 @@ class StoredTensors(MutableMapping[str, Weight]):
 
 
 def safetensors_places(folder: Path, *, quantized: bool = False) -> dict[str, StoredPlace]:
-    """The tensors of a folder by their names, if `quantized` also parts of weights. Raises UnreadableError."""
+    """The tensors of a folder by their names.
+
+    `quantized`: tensors of integers and float8, the parts of quantized weights, are read too. Raises UnreadableError.
+    """
     types = {**_TYPES, **(_PARTS if quantized else {})}
     try:
         return {name: place for path in _files(folder) for name, place in _places(path, types).items()}

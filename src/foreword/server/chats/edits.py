@@ -29,7 +29,10 @@ from foreword.server.verbs import COUNT_LINKED, NOT_CACHED, TOO_LARGE
 NUM_EARLIER = 8
 """The number of a session's newest prompts to compare, because the newest may be for a title or a sub-agent."""
 NUM_TRIED = 3
-"""The number of these prompts to ask the engines about, because the most similar prompt may not be cached."""
+"""The engines are asked about at most this number of the earlier prompts.
+
+One is not enough, because the most similar prompt may not be cached.
+"""
 LEAST_SAVING = 0.05
 """Linking must save this share of a prompt's tokens, and at least a block, because it costs exactness."""
 _NO_SOURCE = {

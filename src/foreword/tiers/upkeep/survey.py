@@ -181,7 +181,8 @@ def _survey(files: RealFiles, path: Path) -> Survey:
 def _home(files: RealFiles, folder: Path) -> Home:
     try:
         with opened(files, folder / LOCK_NAME) as lock:
-            # A process that looks for a dead process's folder at this moment makes a new folder.
+            # This test holds a dead process's lock for a moment. A process that starts at that moment cannot take the
+            # folder: it takes another, or makes a new one.
             is_live = not files.try_lock(lock)
             return Home(folder, is_live, _holder(files.fstat(lock)) if is_live else None)
     except FileNotFoundError:

@@ -71,7 +71,7 @@ _OUTSIDE = {
     "output.weight": "lm_head.weight",
 }
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Factors of angles, which belong to the config."""
+"""Tensors with factors of rotary angles. They go into the config (`rope_parameters`), not into the weights."""
 
 Order = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -1,8 +1,8 @@
 """A GGUF file as a usual folder: config.json and tokenizer files made from its metadata, beside a link to the file.
 
-The folder lies in the user's cache folder under a digest of the file's path and stamp, so that a vocabulary is turned
-into a tokenizer once; a later start removes it if the file is gone or has changed. Code that reads a model's folder can
-read this folder, too; only weights are read elsewhere.
+The folder is kept in the user's cache folder, and its name has a digest of the file's path and stamp. So a vocabulary
+is turned into a tokenizer only once. A later start removes the folder if the file is gone or has changed. Code that
+reads a model's folder can read this folder, too; only weights are read from the GGUF file.
 
 GGUF files that are already on this machine have names: files of Ollama and LM Studio, and files in Python packages. To
 find them, nothing is written, moved or fetched. The layouts are those in Ollama's and LM Studio's documentation:
