@@ -58,6 +58,12 @@ def read_certificates_once() -> None:
     ssl.create_default_context = create
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("alone") and "pytest.mark.alone" not in item.path.read_text():
+            raise pytest.UsageError(f"{item.nodeid}: `make test-slow` looks for `pytest.mark.alone` in the test's file")
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
