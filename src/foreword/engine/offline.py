@@ -7,12 +7,12 @@ depend on the order: each prompt keeps the seed of its own place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from foreword.cache import ExtraKeys
+from foreword.cache import ExtraKeys, common_length
 from foreword.engine.engine import Engine
 from foreword.engine.prompt import Prompt
 from foreword.request import RequestOutput, SamplingParams
@@ -73,20 +73,68 @@ def depth_first(prompts: Sequence[Prompt], block_size: int, num_cached: Callable
     """The numbers of the prompts, depth-first over their tree of shared blocks.
 
     Subtrees of the root with more cached tokens come first; otherwise the order of arrival decides. Prompts with
-    different extra keys or priorities share nothing.
+    different extra keys or priorities share nothing. O(tokens + n log n).
     """
     if len(prompts) < 2:
         return [*range(len(prompts))]
-    roots: dict[tuple[int, ExtraKeys], int] = {}
-    first_with: dict[tuple[int, int, bytes], int] = {}
-    """The first prompt with a beginning -> the next block's number and tokens -> the first prompt with these, too."""
-    paths = []
+    groups: dict[tuple[int, ExtraKeys], list[int]] = {}
     for number, prompt in enumerate(prompts):
-        data, size, path = prompt.token_ids.tobytes(), block_size * prompt.token_ids.itemsize, list[int]()
-        first = roots.setdefault((prompt.priority, prompt.extra_keys), number)
-        for at in range(0, len(data) - size + 1, size):
-            first = first_with.setdefault((first, at, data[at : at + size]), number)
-            path.append(first)
-        paths.append([*path, number])  # a prompt, even an equal one, ends in a place of its own
-    cached = {first: num_cached(prompts[first]) for first in {path[0] for path in paths}}
-    return sorted(range(len(prompts)), key=lambda number: (-cached[paths[number][0]], paths[number]))
+        groups.setdefault((prompt.priority, prompt.extra_keys), []).append(number)
+    trees = [_tree(prompts, numbers, block_size) for numbers in groups.values()]
+    cached_counts = {id(child): num_cached(prompts[child.first]) for tree in trees for child in tree.children}
+    children = [child for tree in trees for child in tree.children]
+    children.sort(key=lambda child: (-cached_counts[id(child)], child.first))
+    return [number for child in children for number in child.numbers()]
+
+
+@dataclass(slots=True)
+class _Node:
+    """Prompts that share their first `depth` tokens."""
+
+    depth: int
+    first: int = -1
+    """The number of its first prompt in the order of arrival."""
+    ending: list[int] = field(default_factory=list)
+    """Prompts that end here."""
+    children: list[_Node] = field(default_factory=list)
+
+    def numbers(self) -> Iterator[int]:
+        """The numbers of its prompts, depth-first."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            yield from node.ending
+            waiting.extend(sorted(node.children, key=lambda child: child.first, reverse=True))
+
+
+def _tree(prompts: Sequence[Prompt], numbers: Sequence[int], block_size: int) -> _Node:
+    """Build the tree of the whole blocks that prompts share. Every prompt, even an equal one, ends in its own node."""
+    ordered = sorted(numbers, key=lambda number: (prompts[number].token_ids.astype(">u4").tobytes(), number))
+    root = _Node(0)
+    path = [root]
+    before = None
+    for number in ordered:
+        tokens = prompts[number].token_ids
+        shared = 0 if before is None else common_length(before, tokens) // block_size * block_size
+        before = tokens
+        while path[-1].depth > shared:
+            path.pop()
+        if path[-1].depth < shared:
+            path[-1].children.append(_Node(shared, children=[path[-1].children.pop()]))
+            path.append(path[-1].children[-1])
+        leaf = _Node(max(shared + 1, len(tokens)), ending=[number])
+        path[-1].children.append(leaf)
+        path.append(leaf)
+    _note_first(root)
+    return root
+
+
+def _note_first(root: _Node) -> None:
+    """Set the first prompt of each node."""
+    waiting, seen = [root], []
+    while waiting:
+        node = waiting.pop()
+        seen.append(node)
+        waiting += node.children
+    for node in reversed(seen):
+        node.first = min([*node.ending, *(child.first for child in node.children)], default=-1)
