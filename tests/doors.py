@@ -331,7 +331,7 @@ def thread_of(replica: Any) -> Any:
 
 def fail_engine(thread: Any, reason: str) -> None:
     """Let the thread of an engine find that the engine has failed."""
-    thread._commands.put(lambda: thread._fail(reason))
+    thread._commands.put(lambda: thread._give_up(reason))
 
 
 # ------------------------------------------------------------------------------------------------- text

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         code: int = args.run(args, options) if "flags" in args else args.run(args)
         return code
     except ForewordError as error:
-        unread = args.given_model if isinstance(error, ModelLoadError) else None
+        unread = args.given_model if isinstance(error, ModelLoadError) and "given_model" in args else None
         hint = "" if unread is None else _after_switch(unread, args.parser, argv)
         print(f"foreword: {type(error).__name__}: {error}{hint}", file=sys.stderr)
         return 2
