@@ -121,9 +121,10 @@ class _Cursor:
         for _ in range(count):
             if self.at > last:
                 raise self.fault(f"{what} reaches beyond the end")
-            self.at += 8 + length_at(self._data, self.at)[0]
-        if self.at > len(self._data):
-            raise self.fault(f"{what} reaches beyond the end")
+            length = length_at(self._data, self.at)[0]
+            if length > last - self.at:
+                raise self.fault(f"{what} reaches beyond the end")
+            self.at += 8 + length
         return _Texts(self._path, start, self.at - start, count)
 
     def value(self, kind: int, what: str, depth: int = 0) -> Any:
@@ -146,9 +147,8 @@ class _Cursor:
             raise self.fault(f"{what} with values of the unknown type {of_kind}")
         if length * least > len(self._data) - self.at:
             raise self.fault(f"{what} of {length} values reaches beyond the end")
-        if of_kind == 8:
-            texts = self._texts(length, what)
-            return texts.read() if depth else texts
+        if of_kind == 8 and not depth:
+            return self._texts(length, what)
         return [self.value(of_kind, what, depth + 1) for _ in range(length)]
 
 
@@ -165,8 +165,14 @@ class _Texts:
         """Raises OSError, or UnsoundGgufError if the file has changed."""
         data = np.empty(self.num_bytes, np.uint8)
         read_bytes(self.path, self.start, data)
-        cursor = _Cursor(data.tobytes(), self.path)
-        return [cursor.text("a text") for _ in range(self.count)]
+        content, at, texts, length_at = data.tobytes(), 0, [], struct.Struct("<Q").unpack_from
+        for _ in range(self.count):  # in less time than by a cursor, because vocabularies have 300,000 texts
+            end = at + 8 + (length_at(content, at)[0] if at <= len(content) - 8 else 0)
+            if end > len(content):
+                raise UnsoundGgufError(f"{self.path.name} has changed while it was read; start again")
+            texts.append(content[at + 8 : end].decode("utf-8", "replace"))
+            at = end
+        return texts
 
 
 class _Metadata(Mapping[str, Any]):
@@ -178,6 +184,9 @@ class _Metadata(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         value = self._values[name]
         return value.read() if isinstance(value, _Texts) else value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

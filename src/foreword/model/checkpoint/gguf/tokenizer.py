@@ -198,8 +198,8 @@ def _templates(metadata: Mapping[str, Any]) -> Json:
     prefix = "tokenizer.chat_template"
     templates = {
         name.removeprefix(prefix).removeprefix(".") or "default": text
-        for name, text in metadata.items()
-        if (name == prefix or name.startswith(f"{prefix}.")) and isinstance(text, str)
+        for name in metadata
+        if (name == prefix or name.startswith(f"{prefix}.")) and isinstance(text := metadata[name], str)
     }
     if not templates:
         return {}
