@@ -150,7 +150,8 @@ class TurnQueue:
             request = requests[at]
             yield request
             requests = self._requests.get(tenant, [])
-            at = bisect.bisect_left(requests, request.service_key, key=_ORDER)
+            if at >= len(requests) or requests[at] is not request:  # requests came or went
+                at = bisect.bisect_left(requests, request.service_key, key=_ORDER)
             num_passed[tenant] = at + (at < len(requests) and requests[at] is request)
             idle &= self._requests.keys()
 
