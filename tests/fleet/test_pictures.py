@@ -42,9 +42,9 @@ def test_a_front_asks_of_replicas_what_one_engine_answers(tmp_path: Path, kind: 
         encoded = [llm.encoded_pictures for llm in found.link.llms.values()]
         assert sum(one.num_encoded for one in encoded if one is not None) == 2
         front = found.server.service.llm
-        gc.collect()
         assert front.pictures is not None
-        assert front.pictures.held.num_bytes == 0
+        held = front.pictures.held
+        wait_until(lambda: gc.collect() >= 0 and held.num_bytes == 0)  # the last answer's tasks may still be ending
         assert_nothing_is_left(found)
 
 

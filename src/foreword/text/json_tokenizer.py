@@ -126,6 +126,7 @@ class JsonTokenizer:
         self.special_tokens_map = dict(special)
         self.all_special_tokens = list(dict.fromkeys((*special.values(), *extra)))
         self.all_special_ids = self.convert_tokens_to_ids(self.all_special_tokens)
+        self.eos_token = self.special_tokens_map.get("eos_token")
         self.eos_token_id, self.unk_token_id, self.pad_token_id = map(self._id, ("eos_token", "unk_token", "pad_token"))
         self.chat_template: Any = None
         """The template's source, or several sources by their names."""

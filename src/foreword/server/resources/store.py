@@ -273,7 +273,7 @@ class CachedContents:
         self._most_of_tenant = most_of_tenant
         self._folder = folder
         self._contents: dict[str, CachedContent] = {}
-        self._newer: dict[str, APIError] = {}
+        self._newer: dict[str, str] = {}
         """The errors of contents that a newer version wrote, by id."""
         self._versions: dict[str, Version] = {}
         """The versions of the files that were read or written last, by id. Unwritten resources have no version."""
@@ -307,7 +307,7 @@ class CachedContents:
             await self._refresh()
         await self._end_expired()
         if content_id in self._newer:
-            raise self._newer[content_id]
+            raise APIError(409, self._newer[content_id], code="newer_version")
         return self.now(tenant, content_id)
 
     def now(self, tenant: Tenant, content_id: str) -> CachedContent | None:
@@ -430,7 +430,7 @@ class CachedContents:
             if version is not None:
                 self._versions[name] = version  # also of a damaged file, so that it is read only once
             if isinstance(item, APIError):
-                self._newer[name] = item
+                self._newer[name] = str(item)  # the error itself would keep the file's bytes
             elif item is not None:
                 self._contents[name] = item
 
