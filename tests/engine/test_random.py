@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from lanes import more_seeds
+from lanes import more_seeds, slow
 from random_driver import COUNTERS, Driver
 
 NUM_EPISODES = 10
 NUM_OPERATIONS = 500
-"""Per episode: 5,000 operations in all, and 20,000 in the slow test."""
+"""Per episode: 5,000 operations in all, as many again that are slow, and 100,000 in the slow test."""
 
 
-@pytest.mark.parametrize("seed", range(NUM_EPISODES))
+@pytest.mark.parametrize("seed", [*range(NUM_EPISODES), *slow(*range(NUM_EPISODES, 2 * NUM_EPISODES))])
 def test_every_answer_is_right_whatever_happens_around_it(seed: int) -> None:
     Driver(seed).run(NUM_OPERATIONS)
 

@@ -107,7 +107,7 @@ def test_public_blocks_of_an_adapter_or_a_picture_count_for_nobody(cache, spans)
 
 def test_random_tenants_meet_in_public_prefixes_only():
     chance = random.Random(5)
-    caches = {index: manager(index, 1024) for index in ("radix", "hash")}
+    caches = {index: manager(index, 4096) for index in ("radix", "hash")}
     seen: list[tuple[str, list[int]]] = []
     for number in range(200):
         public = chance.random() < 0.7
