@@ -205,11 +205,14 @@ def test_ray_serve_takes_what_deploy_gives_it() -> None:
     for name, args in ray_applications().items():
         assert build(args) is not None, name
     args = ray_applications()["serve.yaml"]
+    assert build({**args, "max_queued": None, "record": "requests.jsonl"}) is not None
     for wrong, told in (
         ({"model": None}, "name a folder"),
         ({"fronts": 0}, "fronts=0"),
         ({"replicas": -1}, "replicas=-1"),
         ({"block_sise": 16}, "block_sise"),
+        ({"max_queued": "many"}, "max_queued='many' has the wrong type; use an integer"),
+        ({"share_prefix": 3}, "share_prefix=3 has the wrong type; use a list"),
     ):
         with pytest.raises(ConfigError, match=told):
             build({**args, **wrong})

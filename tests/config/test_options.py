@@ -15,7 +15,7 @@ import pytest
 
 from doors import arguments_of, command_line
 from foreword import LLM, cli
-from foreword.config import EngineConfig, engine_options
+from foreword.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, engine_options
 from foreword.config.engine import EngineKeywords
 from foreword.config.flags import DEVELOPER_OPTIONS, GROUPS, Flags, example, grouped
 from foreword.config.option import Option, options_of
@@ -209,6 +209,22 @@ def test_what_cannot_be_kept_is_refused_by_name_with_the_remedy(options: dict[st
 
 
 # ------------------------------------------------------------------------------------------------ flags
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (SchedulerConfig, {"scheduling_policy": "priorty"}, "scheduling_policy='priorty' is unknown; use one of fcfs"),
+        (SchedulerConfig, {"draft_tokens": "some"}, "draft_tokens='some' is not an integer or auto"),
+        (CacheConfig, {"prefix_index": "tree"}, "prefix_index='tree' is unknown; use one of radix, hash"),
+        (CacheConfig, {"max_pinned_share": "half"}, "max_pinned_share='half' has the wrong type; use a number"),
+        (ModelConfig, {"model": "m", "dtype": "fp16"}, "dtype='fp16' is unknown; use one of auto, float32"),
+        (ModelConfig, {"model": "m", "exact": "yes"}, "exact='yes' has the wrong type; use True or False"),
+    ],
+)
+def test_a_configuration_that_is_built_directly_is_checked_too(kind: Any, values: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        kind(**values)
 
 
 def test_flags_are_read_by_the_types_of_their_options() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
-from foreword.config.option import Option, options_of, read_options
+from foreword.config.option import Option, options_of, read_fields, read_options
 from foreword.config.vllm import ENGINE_OPTIONS
 from foreword.errors import ConfigError
 
@@ -56,6 +56,7 @@ class EventsConfig:
     """Topic of all messages, such as kv@10.0.0.7@my-model."""
 
     def __post_init__(self) -> None:
+        read_fields(self)
         for name in ("kv_events", "kv_events_replay", "kv_events_snapshot"):
             address = getattr(self, name)
             if address is None:
@@ -155,6 +156,7 @@ class ModelConfig:
     """At load, compare logits of one short prompt computed in several ways, and warn if bits differ."""
 
     def __post_init__(self) -> None:
+        read_fields(self)
         if self.weight_arithmetic == "int8" and self.device != "cpu":
             raise ConfigError(
                 f"weight_arithmetic='int8' runs on a CPU only, not on device={self.device!r}; "
@@ -236,11 +238,11 @@ class CacheConfig:
     keep their bits. False: reuse them anywhere, in a namespace of their own."""
 
     def __post_init__(self) -> None:
+        read_fields(self)
         for name in ("max_pinned_share", "max_pinned_share_per_tenant"):
             share = getattr(self, name)
             if not 0.0 <= share <= 1.0:
                 raise ConfigError(f"{name}={share} is not a share of the pool; use 0.0 to 1.0")
-        object.__setattr__(self, "sink_token_ids", tuple(self.sink_token_ids))
         _at_least(self, block_size=1, num_gpu_blocks_override=1, state_block_size=1, state_interval=1)
         if self.cache_events and not self.explain_misses:
             raise ConfigError("cache_events=True needs explain_misses=True; the events come from its account")
@@ -276,6 +278,7 @@ class TierConfig:
     these rules on your traffic."""
 
     def __post_init__(self) -> None:
+        read_fields(self)
         _at_least(self, cache_host_bytes=1, cache_disk_bytes=1, cache_daily_write_bytes=1)
         for name in ("cache_disk_bytes", "cache_key_file"):
             if getattr(self, name) is not None and self.cache_dir is None:
@@ -314,6 +317,7 @@ class SchedulerConfig:
     all, and answers stay the same to the bit. "auto": as many as make answers faster; 0: none."""
 
     def __post_init__(self) -> None:
+        read_fields(self)
         _at_least(self, max_num_batched_tokens=1, long_prefill_token_threshold=1, max_num_seqs=1)
         _at_least(self, max_num_encoder_input_tokens=1)
         if not 0.0 <= self.max_overtake_s < 1e9:
@@ -335,6 +339,7 @@ class EngineConfig:
     """Seed for requests that have none."""
 
     def __post_init__(self) -> None:
+        read_fields(self)
         has_account = self.cache.enable_prefix_caching and self.cache.explain_misses
         if self.events.kv_events is not None and not has_account:
             raise ConfigError(
@@ -378,7 +383,7 @@ class EngineConfig:
 @functools.cache
 def engine_options() -> Mapping[str, Option]:
     """All options of an engine by name: what `LLM` takes as keywords, and commands as flags."""
-    others = options_of(EngineConfig, without=("model", "cache", "tiers", "scheduler", "events"))
+    others = options_of(EngineConfig)
     return {**options_of(ModelConfig, CacheConfig, TierConfig, SchedulerConfig, EventsConfig), **others}
 
 

@@ -1,7 +1,7 @@
 """Flags: the options of a command, given on the command line, in a config file, or both.
 
-The command line goes before the config file. --help shows options under titles. An option that is under no title is set
-by developers alone: --help leaves it out, and `--help-all` has it.
+The command line goes before the config file. --help shows options under titles. `--help-all`
+shows those of `DEVELOPER_OPTIONS` too. An option that neither has is no flag.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -101,15 +102,25 @@ class Option:
 
 def options_of(*classes: type, without: Collection[str] = ()) -> dict[str, Option]:
     """The options that are fields of dataclasses, by name, in the order of the fields."""
-    options = {}
-    for cls in classes:
-        hints, docs = get_type_hints(cls), field_docs(cls)
-        for field in dataclasses.fields(cls):
-            if field.name not in without:
-                default = None if field.default is dataclasses.MISSING else field.default
-                kind, words = _kind(hints[field.name])
-                options[field.name] = Option(field.name, kind, default, docs.get(field.name, ""), words)
+    return {name: option for cls in classes for name, option in _options_of(cls).items() if name not in without}
+
+
+@functools.cache
+def _options_of(cls: type) -> dict[str, Option]:
+    hints, docs, options = get_type_hints(cls), field_docs(cls), {}
+    for field in dataclasses.fields(cls):
+        if not dataclasses.is_dataclass(hints[field.name]):  # a group of options
+            default = None if field.default is dataclasses.MISSING else field.default
+            kind, words = _kind(hints[field.name])
+            options[field.name] = Option(field.name, kind, default, docs.get(field.name, ""), words)
     return options
+
+
+def read_fields(config: object) -> None:
+    """Check and convert the fields of a configuration object that is being built. Raises ConfigError."""
+    for name, option in _options_of(type(config)).items():
+        value = option.read(getattr(config, name))
+        object.__setattr__(config, name, option.default if value is None else value)
 
 
 def pop_fields(options: dict[str, Any], config: type) -> dict[str, Any]:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ray import serve
 
 from foreword.config import EngineConfig, Environment
-from foreword.config.option import pop_fields
+from foreword.config.option import options_of, pop_fields, read_options
 from foreword.errors import ConfigError
 from foreword.fleet.front import open_front
 from foreword.fleet.options import FleetConfig
@@ -63,8 +62,8 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         if (value := getattr(environment, name)) is not None:
             options.setdefault(name, value)
     options.setdefault("server_secret", secrets.token_hex(16))  # one for all fronts: they share caches
-    config = ServerConfig(**{name: _typed(name, value) for name, value in pop_fields(options, ServerConfig).items()})
-    fleet = FleetConfig(**{"replicas": 1, **pop_fields(options, FleetConfig)})
+    options.setdefault("replicas", 1)
+    config, fleet = (kind(**_read(options, kind)) for kind in (ServerConfig, FleetConfig))
     EngineConfig.from_options(model, **options)  # a wrong option is known before anything starts
     engine = application(model, options, fleet)
     front = serve.deployment(
@@ -77,10 +76,6 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     return front.bind(engine, model, options, config)
 
 
-def _typed(name: str, value: Any) -> Any:
-    """Convert a value of a YAML file to the option's type: YAML has texts for paths and lists for tuples."""
-    if name in ("keys_file", "record") and value is not None:
-        return Path(value)
-    if name == "share_prefix":
-        return tuple(map(Path, value))
-    return tuple(value) if isinstance(value, list) else value
+def _read(options: dict[str, Any], config: type) -> dict[str, Any]:
+    """Remove the fields of a configuration class from `options`; returns their values. Raises ConfigError."""
+    return read_options(pop_fields(options, config), options_of(config), {})

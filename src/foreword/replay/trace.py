@@ -122,7 +122,7 @@ class TraceReader:
 
     A line that is not a request is skipped, counted and reported with its number; if `strict`, it raises TraceError.
     A file that cannot be read, or holds no request at all, raises TraceError too. `block_tokens` None: the format's
-    size (512 for Mooncake's, 16 for tokens). `on_progress` gets the number of bytes read since its last call.
+    size (512 for Mooncake's, 16 for tokens).
     """
 
     def __init__(
@@ -141,6 +141,7 @@ class TraceReader:
         self.file = file
         self.strict = strict
         self.on_progress: Callable[[int], None] | None = None
+        """Called with the number of bytes read since its last call."""
         self._parser = LineParser(block_tokens, tokenizer)
         self._max_requests = max_requests
         self.num_requests = 0

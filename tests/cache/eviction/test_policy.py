@@ -17,7 +17,7 @@ from foreword.cache import (
 )
 from foreword.cache.eviction import policies
 from foreword.cache.eviction.policies import LruPolicy
-from foreword.config import EngineConfig, EvictionName
+from foreword.config import CacheConfig, EvictionName
 from foreword.errors import ConfigError
 from foreword.replay.policies import (
     POLICIES,
@@ -107,7 +107,7 @@ def test_an_unknown_name_is_refused_with_the_choices():
     with pytest.raises(ConfigError, match="eviction_policy"):
         KVCacheManager(4, eviction_policy="random")
     with pytest.raises(ConfigError, match="eviction_policy"):
-        EngineConfig.from_options("model", eviction_policy="random")
+        CacheConfig(eviction_policy="random")
 
 
 def test_options_offer_the_policies_that_there_are():

@@ -43,6 +43,7 @@ class Proposal:
     token_ids: IntArray
     """[tokens], at least one."""
     source: str
+    """The drafter's name."""
     num_matched: int
     """The number of the answer's last tokens that stand in the source too: the more, the likelier is the draft."""
 

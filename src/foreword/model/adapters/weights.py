@@ -115,7 +115,7 @@ class AdapterName:
 
 
 class AdapterWeights(AdapterName):
-    """One adapter. A request that runs with it holds it, and keeps it in memory."""
+    """One adapter. A request that runs with it holds it, and keeps it in memory. `changes` is by names of modules."""
 
     def __init__(
         self, spec: DecoderSpec, changes: Mapping[str, LowRank], invocation: Sequence[int] | None, folder: str = ""
@@ -182,7 +182,7 @@ class AdaptedRows:
         return AdaptedRows(self._adapters, self._numbers[rows.numpy()])
 
     def changed(self) -> Tensor:
-        """The rows that have an adapter."""
+        """The rows that have an adapter, even one that leaves this product as it is."""
         return torch.from_numpy(np.flatnonzero(self._numbers != NONE))
 
     def step_numbers(self, products: Int64Array, firsts: Any, counts: Any, scratch: int) -> Int64Array:

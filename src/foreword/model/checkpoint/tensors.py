@@ -104,7 +104,7 @@ class Place(Protocol):
         """The tensor's shape."""
 
     def read(self, dtype: torch.dtype) -> Weight:
-        """The tensor in memory of its own, or the codes of a weight. Raises OSError."""
+        """The tensor in memory of its own, or the codes of a weight. Raises OSError and UnreadableError."""
 
 
 @dataclass(frozen=True, slots=True)

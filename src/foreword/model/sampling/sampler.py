@@ -69,6 +69,7 @@ class LogprobRows:
 
     @property
     def num_ints(self) -> int:
+        """The length of `packed()`."""
         return 3 * len(self.chosen) + 2 * self.values.numel()
 
     def packed(self) -> Tensor:

@@ -79,7 +79,7 @@ class ReplyFormat:
         return _KINDS.get(name, "text")
 
     def has_marker(self, token: str) -> bool:
-        """Whether a special token's text occurs in the form's markers."""
+        """Whether a special token's text occurs in the form's definition, and so perhaps in one of its markers."""
         return token in self.source
 
 

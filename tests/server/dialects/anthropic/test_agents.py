@@ -246,10 +246,12 @@ def test_pings_come_before_the_message_begins(monkeypatch):
     ],
 )
 def test_our_errors_have_its_statuses_and_types(error, status, kind, header):
-    body = DIALECT.error(error, "req_1")
-    assert (DIALECT.status(error), body["error"]["type"], error.headers or {}) == (status, kind, header)
-    assert body["request_id"] == "req_1"
-    assert DIALECT.error_event == "error"
+    request: Any = SimpleNamespace(state=SimpleNamespace(request_id="req_1", dialect=DIALECT))
+    answer = server_http.error_response(request, error)
+    body = json.loads(answer.body)
+    assert (answer.status_code, body["error"]["type"], body["request_id"]) == (status, kind, "req_1")
+    assert {name: answer.headers[name] for name in ("x-should-retry", "Retry-After") if name in answer.headers} == header
+    assert server_http.error_event(request, error) == ("error", body)
 
 
 @pytest.mark.parametrize("max_tokens", [5, 20, 30, 36, 40, 50, 60])
