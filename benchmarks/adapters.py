@@ -1,9 +1,9 @@
 """What adapters cost, and what aLoRA saves, on a real checkpoint.
 
-Decoding of one request under an adapter of rank 16, and of sixteen under eight adapters, each interleaved with the same
-requests without adapters (A B, then B A, ...). Then four experts answer in turn about one long beginning, which the
-base has seen before: aLoRA experts, which find the base's KV of it, and LoRA ones, which compute their own. Matrices
-are random, and change all products.
+Measures decoding of one request under an adapter of rank 16, and of sixteen requests under eight adapters, each
+interleaved with the same requests without adapters (A B, then B A, ...). Then four experts answer, one after the other,
+about one long beginning that the base model has computed before: aLoRA experts, which find the base model's KV, and
+LoRA experts, which compute their own KV. The adapters' matrices are random, and change all products.
 
     python benchmarks/adapters.py --model FOLDER [--prefix TOKENS] [--repeats N]
 
@@ -56,7 +56,7 @@ def prompt_of(number: int, length: int) -> dict[str, Any]:
 
 
 def seconds(llm: LLM, prompts: Sequence[Any], num_tokens: int, adapters: Any) -> float:
-    """The time from the first token of all requests to the last, for more than one token; else of the whole."""
+    """Seconds from the earliest first token to the last token of all requests; for one token, of the whole call."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     started = time.perf_counter()
     outputs = llm.generate(list(prompts), params, lora_request=adapters, show_progress=False)
@@ -67,7 +67,7 @@ def seconds(llm: LLM, prompts: Sequence[Any], num_tokens: int, adapters: Any) ->
 
 
 def decoding(llm: LLM, adapters: Sequence[LoRARequest], count: int, repeats: int) -> dict[str, float]:
-    """Requests under these adapters by turns, beside the same without."""
+    """Times requests under these adapters, in alternation with the same requests without adapters."""
     own = [adapters[number % len(adapters)] for number in range(count)]
     found: dict[bool, list[float]] = {True: [], False: []}
     for repeat in range(repeats + 1):
@@ -83,7 +83,7 @@ def decoding(llm: LLM, adapters: Sequence[LoRARequest], count: int, repeats: int
 
 
 def switches(llm: LLM, experts: Sequence[LoRARequest], length: int, repeats: int) -> list[float]:
-    """Milliseconds to the first token of each expert in turn, after the base has read the beginning; medians."""
+    """Median milliseconds to the first token of each expert, one after the other, after the base read the beginning."""
     times: list[list[float]] = [[] for _ in experts]
     for _ in range(repeats):
         llm.reset_prefix_cache()

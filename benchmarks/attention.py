@@ -5,18 +5,18 @@
     ... --json FILE                                          everything measured
     ... --cpu-time                                           for machines with other work: time on the processors
 
-1. Two-phase attention against the same kernel without sharing, decoding, 32 heads of size 128, 32 requests whose
-   contexts are shared altogether (ChunkAttention's Table 3). Two rivals: requests that read the same blocks one by
-   one (what prefix caching alone gives), and requests that each have their own copy (no prefix caching).
-2. What looking for shared chunks costs when there are none.
+1. Decoding by two-phase attention and by the same kernel without sharing: 32 heads of size 128, 32 requests that share
+   their whole contexts (ChunkAttention's Table 3). Two rivals: requests that read the same blocks one by one (what
+   prefix caching alone gives), and requests that each have a copy of the blocks (no prefix caching).
+2. What the search for shared chunks costs when there are none.
 3. The kernel against `reference.py`, and against gathering KV and torch's scaled_dot_product_attention per request,
    at the shape of Qwen2-0.5B: prefill, a hit, decoding.
 
 Rounds alternate between the rivals; medians are reported. --cpu-time counts the process's time on its processors
 divided by the number of threads, which other work disturbs less; it cannot see threads that wait for each other.
 Limits are measured in the same run: reading memory (bytes of KV that must be read / bandwidth) and arithmetic
-(operations / rate of the kernel's own inner loop, data in the first-level cache). Results are compared: two-phase
-and unshared attention must be equal bit for bit.
+(operations / rate of the kernel's own inner loop, data in the first-level cache). The script checks that two-phase and
+unshared attention give equal bits.
 
 The last line is JSON.
 """
@@ -117,7 +117,7 @@ class Case:
         return kernel.attend(self.query, self.blocks, plan, self.options)
 
     def gather_and_sdpa(self) -> Tensor:
-        """What an engine without a paged kernel does: copy each request's KV together, call torch."""
+        """What an engine without a paged kernel does: copies each request's KV into one tensor, and calls torch."""
         results = []
         for row, (start, end) in enumerate(self.spans):
             blocks = torch.from_numpy(self.batch.block_tables[row, : math.ceil(end / BLOCK_SIZE)].astype(np.int64))
@@ -143,7 +143,7 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """KV that must be read at least once."""
+        """The bytes of KV that must be read at least once."""
         return self.num_blocks * BLOCK_SIZE * self.heads[1] * self.dim * 4
 
 
@@ -188,7 +188,7 @@ def inner_loop_rate(quick: bool) -> float:
 
 
 def limit_ms(case: Case, limits: dict[str, float]) -> tuple[float, str]:
-    """The least time that a case can take here, and why."""
+    """The fewest milliseconds that a case can take on this machine, and which limit sets them."""
     memory = case.kv_bytes / limits["read_gb_s"] / 1e6
     arithmetic = case.operations / limits["gflop_s"] / 1e6
     return (memory, "memory") if memory > arithmetic else (arithmetic, "arithmetic")
@@ -221,7 +221,7 @@ def two_phase(watch: Stopwatch, shared: int, requests: int, limits: dict[str, fl
 
 
 def nothing_shared(watch: Stopwatch, tokens: int, requests: int, layers: int) -> dict[str, Any]:
-    """A step of attention, planning and all layers, for requests that share nothing: looking for it or not."""
+    """Times a step's attention (plan, all layers) for requests that share nothing, with and without the search."""
     case = Case([(tokens - 1, tokens)] * requests, (14, 2), 64)
     kernels = {"looking": CpuAttention(), "not looking": CpuAttention(share=False)}
 
@@ -254,7 +254,7 @@ def against_others(watch: Stopwatch, spans: Sequence[Span], limits: dict[str, fl
 
 
 def run(quick: bool, clock: Clock) -> dict[str, Any]:
-    """All figures, printed as they come."""
+    """Measures all figures, and prints each at once."""
     watch = Stopwatch(clock, 1 if quick else 9)
     limits = measure_limits(watch, quick)
     print(
@@ -298,7 +298,7 @@ def run(quick: bool, clock: Clock) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, print, keep."""
+    """Reads the command line, measures, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, one round each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to keep everything measured")

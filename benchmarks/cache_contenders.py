@@ -1,6 +1,6 @@
 """The cache cores that cache_core.py compares, each behind the same five calls.
 
-Knows how each engine's scheduler drives its own core; knows nothing of clocks and figures.
+Knows how each engine's scheduler drives that engine's core; measures nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BLOCK_SIZE = 16
 
 
 class Contender(Protocol):
-    """One cache core; `tokens` is an array or a list, and what `admit` returns is the running request."""
+    """One cache core. `tokens` is an array or a list; `admit` returns the running request."""
 
     name: str
     takes_arrays: bool
@@ -134,6 +134,6 @@ def contenders(num_blocks: int, with_vllm: bool) -> list[Contender]:
 
 
 def _require(slots: object | None) -> None:
-    """A request that gets no slots would make the figures look good."""
+    """Fails if a request got no slots, because a refused request is fast and would make the figures look good."""
     if slots is None:
         raise RuntimeError("the pool is too small for this benchmark")

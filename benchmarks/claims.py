@@ -6,11 +6,11 @@
     one document     10,000 requests about one document of 512 tokens
     upkeep           share of the run time that the cache itself takes: "0.3%"
 
-Each claim is a count of computed tokens first, which does not depend on the machine, and a ratio of times second.
-Beside each figure is its limit: what a cache would give that finds everything and costs nothing. `upkeep` is the time
-inside the cache's manager, block tables and free blocks included; an engine without a prefix cache needs those as
-well, and that part is measured beside it. Without the cache, `one document` runs only the first 500 of its requests;
-all of them compute the same number of tokens. Models have random weights.
+Each claim gives first a count of computed tokens, which does not depend on the machine, then a ratio of times. The
+limit of a figure is what a cache would give that finds everything and costs nothing. `upkeep` is the time inside the
+cache's manager, including block tables and free blocks. An engine without a prefix cache needs these two as well, so
+their time is reported, too. Without the cache, `one document` runs only the first 500 of its requests, because each
+request computes the same number of tokens. Models have random weights.
 
     python benchmarks/claims.py [--quick] [--json] [--seed N]
 """
@@ -64,7 +64,7 @@ UPKEEP = (
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is run."""
+    """The number of requests and tokens of a run."""
 
     shape: RandomModelShape
     small_shape: RandomModelShape
@@ -101,7 +101,7 @@ class Claim:
 
 
 def prefill_saved(pair: Pair, scale: Scale, rng: np.random.Generator) -> Claim:
-    """A prefix that another prompt has computed, and 20 new tokens."""
+    """Prompts of 20 new tokens after a prefix that another prompt has computed."""
     ratios, same, computed, uncached = [], True, 0, 0
     for _ in range(scale.pairs):
         shared = pair.tokens(rng, scale.shared_tokens)
@@ -118,7 +118,7 @@ def prefill_saved(pair: Pair, scale: Scale, rng: np.random.Generator) -> Claim:
 
 
 def batch_of_four(pair: Pair, scale: Scale, rng: np.random.Generator) -> Claim:
-    """Four prompts that begin alike, all at once, on a cache that has never seen their beginning."""
+    """Four prompts with one common beginning, all at once, on a cache that has never seen that beginning."""
     ratios, same, computed, uncached = [], True, 0, 0
     for _ in range(scale.pairs):
         shared = pair.tokens(rng, scale.batch_shared_tokens)
@@ -145,7 +145,7 @@ def one_document(pair: Pair, scale: Scale, rng: np.random.Generator) -> Claim:
 
 
 def upkeep(pair: Pair, scale: Scale, rng: np.random.Generator) -> dict[str, float]:
-    """Time inside the cache's manager: prompts of a shared document and 64 new tokens, 32 tokens generated."""
+    """Time inside the cache's manager, for prompts of a shared document and 64 new tokens, with 32 tokens generated."""
     document = pair.tokens(rng, scale.document_tokens)
     prompts = [np.concatenate((document, pair.tokens(rng, 64))) for _ in range(scale.upkeep_requests)]
     seconds, shares = [], []
@@ -216,7 +216,7 @@ class Pair:
 
 @contextmanager
 def opened(shape: RandomModelShape, seed: int) -> Iterator[Pair]:
-    """A model of this shape with the cache and without it."""
+    """Two engines with a model of this shape: one with the cache, one without."""
     with TemporaryDirectory(prefix="foreword-claims-") as folder:
         save_random_model(Path(folder), shape, seed=seed)
         options: dict[str, Any] = {"kv_cache_memory_bytes": KV_BYTES, "self_check": False}
@@ -226,7 +226,7 @@ def opened(shape: RandomModelShape, seed: int) -> Iterator[Pair]:
 
 @contextmanager
 def timed(owner: Any, names: tuple[str, ...]) -> Iterator[dict[str, float]]:
-    """Seconds inside the named methods of an object while the context lasts; the timer's own cost is in them."""
+    """Seconds inside the named methods of an object while the context lasts, including what the timer costs."""
     spent = dict.fromkeys(names, 0.0)
 
     def measure(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,7 +252,7 @@ def timed(owner: Any, names: tuple[str, ...]) -> Iterator[dict[str, float]]:
 
 
 def run_benchmark(scale: Scale, seed: int) -> dict[str, Any]:
-    """All claims."""
+    """Measures all claims."""
     rng = np.random.default_rng(seed)
     with opened(scale.shape, seed) as pair:
         claims = [prefill_saved(pair, scale, rng), batch_of_four(pair, scale, rng)]

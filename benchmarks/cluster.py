@@ -1,23 +1,23 @@
-"""How well requests are spread over replicas: foreword's routing core beside other routers' rules, in simulated time.
+"""Compares foreword's routing of requests over replicas with other routers' rules, in simulated time.
 
     PYTHONPATH=src python benchmarks/cluster.py --trace mooncake_conversation_trace.jsonl --rates 9000,6000,4500
-    PYTHONPATH=src python benchmarks/cluster.py --traffic agents           or few_shot, independent: made up, seeded
-    ... --rules cost,first_token,bounded_hash       the two rules that ours must not lose to, at each rate
+    PYTHONPATH=src python benchmarks/cluster.py --traffic agents    or few_shot, independent: seeded, not recorded
+    ... --rules cost,first_token,bounded_hash       ours, and the two rules that it must not lose to
     ... --quick                                     small, to see that it works
 
-At each of three rates of prefill (loads) each rule serves the same requests; `worst_ratio` is our mean first token over
-that of the better of `first_token` and `bounded_hash`, where it is largest. With `--more`, at the middle rate: late
-events, several routers, and the time of a decision.
+At each of three rates of prefill (loads) each rule serves the same requests. A ratio is our mean time to the first
+token over that of the better of `first_token` and `bounded_hash`; `worst_ratio` is the largest ratio of the three
+loads. With `--more`, at the middle rate: late events, several routers, and the time of a decision.
 
-8 replicas with pools of 3,750 blocks (the engine's own, under LRU) compute one prompt after the other. Rivals' rules
-get exact, fresh knowledge (`foreword.replay.rules`), so they do better here than their own systems would. Mooncake's
-recording has a time of arrival each 3 s only, where many requests meet at one moment: three routers decide them in
-turn (`routers3_ratio`), or blindly (`routers3_blind_ratio`). On arrivals that are spread evenly over these 3 s,
-`routers3_spread_ratio`.
+8 replicas, each with a pool of 3,750 blocks (the engine's real pool, under LRU), compute one prompt after the other.
+The other rules know exactly what each replica caches now (`foreword.replay.rules`), so they do better here than in
+their systems. Mooncake's recording has one arrival time every 3 s, at which many requests arrive. Three routers decide
+about them one after the other (`routers3_ratio`), or without knowing of each other (`routers3_blind_ratio`).
+`routers3_spread_ratio` is measured with arrivals that are spread evenly over the 3 s.
 
 `select_us_N`: processor time of one `choose`, its reservation included, for a prompt of 12,000 tokens in blocks of 16
-(150 of 750 blocks new), over N replicas that hold a quarter of the prefixes each; the best of some medians, because
-others disturb the machine. The last line is JSON.
+(150 of 750 blocks new), over N replicas that each hold a quarter of the prefixes. It is the best of some medians,
+because other programs disturb the machine. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NUM_BLOCKS, NUM_FAMILIES, NUM_SHARED = 750, 20, 600
 
 
 def spread(requests: list[RecordedRequest]) -> list[RecordedRequest]:
-    """The same requests, those of one tick evenly over the time to the next one."""
+    """The same requests. Those that arrive at one time are spread evenly over the seconds to the next arrival time."""
     found = []
     for _, group in groupby(requests, key=lambda request: round((request.timestamp_ms or 0) / TICK_MS)):
         of_tick = list(group)
@@ -79,7 +79,7 @@ def _key(*what: object) -> bytes:
 
 
 def filled_core(num_replicas: int, families: list[list[bytes]]) -> RoutingCore:
-    """A router whose replicas hold a quarter of the families, each to another depth."""
+    """A router whose replicas each hold a quarter of the prefix families, each family to another depth."""
     core, rng = RoutingCore(RoutingOptions(16)), np.random.default_rng(0)
     for replica in range(num_replicas):
         core.join(f"replica-{replica}", ReplicaSpec(20_000, 6000.0, is_prefix_closed=True))
@@ -111,7 +111,7 @@ def select_us(num_replicas: int, rounds: int, per_round: int = NUM_FAMILIES) -> 
 
 
 def at_each_rate(requests: list[RecordedRequest], rules: list[str], rates: list[float]) -> dict[str, Any]:
-    """Mean and 99th percentile of first tokens, by rate and rule."""
+    """Mean and 99th percentile of the time to the first token, by rate and rule."""
     found: dict[str, Any] = {}
     for rate in rates:
         of_rule = {rule: serve(requests, f"{rule}, {rate:,.0f} tokens/s", rate, routing=rule) for rule in rules}
@@ -128,7 +128,7 @@ def at_each_rate(requests: list[RecordedRequest], rules: list[str], rates: list[
 
 
 def worst_ratio(found: dict[str, Any]) -> float | None:
-    """Our mean first token over that of the better of the two rules that ours must not lose to; None without them."""
+    """Our mean time to the first token over that of the better of the two rules; None if a rule was not run."""
     if any(rule not in rates for rates in found.values() for rule in (COST, *MUST_NOT_LOSE_TO)):
         return None
     return max(

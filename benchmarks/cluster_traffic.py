@@ -1,4 +1,4 @@
-"""Made-up traffic for several replicas, seeded: agents, batches of few-shot questions, independent prompts."""
+"""Generates seeded traffic for several replicas: agents, batches of few-shot questions, independent prompts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """foreword beside other engines on a machine that others use too: alone, beside busy threads, and under a quota.
 
 Each engine runs in a process of its own (as in benchmarks/engine.py) and answers the same token ids, first alone and
-then beside 1, 2 and 4 processes that never rest. Then each is started again in a cgroup with a quota of processor time,
-if this user may make one. The last line is JSON: what each engine kept of its own speed alone.
+then beside 1, 2 and 4 processes that never rest. Then each engine is started again in a cgroup with a quota of
+processor time, if this user may make a cgroup. The last line is JSON: the share of its speed alone that each engine
+kept.
 
     first_token_ms   one token after a prompt of which nothing is cached
     hit_ms           one token after the same prompt with other last tokens, right after it
@@ -54,7 +55,7 @@ def busy_threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def quota_group(processors: float) -> Iterator[bool]:
-    """What is started meanwhile runs in a cgroup with this quota; False if none can be made (v1, then v2)."""
+    """A context whose processes run in a cgroup (v1, else v2) with this quota. Yields False if it cannot make one."""
     own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     roots = [Path("/sys/fs/cgroup/cpu" + path) for _, names, path in own if "cpu" in names.split(",")]
     period = 100_000
@@ -102,7 +103,7 @@ def median(samples: list[Figures]) -> Figures:
 
 
 def kept(alone: Figures, beside: Figures) -> Figures:
-    """The share of its own speed that an engine keeps."""
+    """The share of its speed alone that an engine keeps under each condition."""
     share = {name: alone[name] / beside[name] for name in ("first_token_ms", "hit_ms")}
     return {
         name: round(value, 3)

@@ -1,6 +1,6 @@
-"""The four ways in which benchmarks/server.py asks for the same answer: paths, bodies, and the texts of their events.
+"""The four APIs in which benchmarks/server.py asks for the same answer: paths, bodies, and the text of an event.
 
-Knows just enough of each API for a client of a few lines, so that the processor is left to the server.
+Knows just enough of each API for a client of a few lines, because the client shares the processor with the server.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Speech:
     name: str
     path: str
     body: Callable[[Sequence[Message], int], dict[str, Any]]
-    """From a conversation that begins with a system message, and the most tokens of the answer."""
+    """Makes the body from a conversation that begins with a system message, and the answer's limit in tokens."""
     text: Callable[[Event], str]
     """The new text in an event of the stream; empty if it has none."""
     usage: Callable[[Event], tuple[int, int] | None]
-    """Prompt tokens and those found in the cache, from the event that has the final count."""
+    """The prompt tokens, and how many the cache had, from the event with the final count; None for other events."""
     headers: str = ""
 
 

@@ -1,9 +1,9 @@
-"""What drafts gain: tokens a second with and without them, in turn, on one engine.
+"""What drafts gain: tokens per second with and without drafts, alternately, on one engine.
 
-A checkpoint of Qwen2-0.5B's shape with random weights in bfloat16 is made by this script. Random weights copy nothing,
-so the answers are written here, and a script puts them in the place of the sampled tokens; the model computes, and the
-sampler samples, all that they would for a model that answers so. What is accepted follows from the written answers
-alone; they are made of texts in which each token has a few likely successors, as in language, from a seed:
+This script makes a checkpoint of Qwen2-0.5B's shape with random weights in bfloat16. Such a model copies nothing from
+its prompt, so the script writes the answers and replaces the sampled tokens by them. Model and sampler do the same work
+as for a model with these answers. Which drafts are accepted follows from the written answers alone. These are seeded
+texts in which each token has a few likely successors, as in language:
 
     edit       a file of 600 tokens, written again with three changed lines
     quote      an answer to a document of 1,500 tokens: passages of it of 40 to 100 tokens, with 6 to 14 other ones
@@ -13,13 +13,13 @@ alone; they are made of texts in which each token has a few likely successors, a
                average, with 3 to 8 other ones between
     random     random tokens: nothing can be drafted, so this is what trying costs
 
-Each is run by one request, and by 16 different ones at once. Times begin when each request has its first token;
-`gain_cpu` compares the process's processor time instead, for machines that others use too.
+Each workload runs with one request, and with 16 different ones at once. Times begin when each request has its first
+token. `gain_cpu` compares the process's processor time instead, for machines that other programs use too.
 
-Targets: edit, quote, agent and retry at least 2.5x for one request, 16 at once at least 1.3x; random at least 0.97x.
+Targets: edit, quote, agent and retry gain at least 2.5x for one request, and 1.3x for 16 at once; random, 0.97x.
 
-`--model FOLDER` takes a real checkpoint instead, which first answers without drafts what it is asked about pieces of
-this repository's pages: that is the answer then.
+`--model FOLDER` takes a real checkpoint instead. It first answers requests about pieces of this repository's pages
+without drafts, and these answers take the place of the written ones.
 
     summary    what a piece of 400 words says, in a few sentences
     copy       a piece of 80 words, again
@@ -148,7 +148,7 @@ class Writer:
 
 
 def ask(llm: LLM, name: str, count: int, seed: int) -> list[list[Call]]:
-    """Requests to a real model, each with what it answers without drafts."""
+    """Requests to a real model, each with the model's answer without drafts."""
     root, rng = Path(__file__).parents[1], np.random.default_rng(seed)
     words = " ".join((root / page).read_text() for page in PAGES).split()
     texts = []
@@ -191,7 +191,7 @@ class Script:
 
 @dataclass
 class Run:
-    """What one workload took."""
+    """Times and counts of one workload."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -209,7 +209,7 @@ class Bench:
         self._num_calls = 0
 
     def run(self, requests: Sequence[Sequence[Call]], *, drafts: bool) -> Run:
-        """All requests at once, from an empty cache; the calls of each one after the other."""
+        """Runs all requests at once, from an empty cache. The calls of one request follow one another."""
         self._llm.engine.scheduler.drafting = self._drafting if drafts else None
         self._llm.reset_prefix_cache()
         total = Run()
@@ -234,7 +234,7 @@ class Bench:
         return total
 
     def ask(self, name: str, count: int, seed: int) -> list[list[Call]]:
-        """What a real model answers without drafts."""
+        """The tokens that a real model answers without drafts."""
         self._llm.engine.scheduler.drafting = None
         return ask(self._llm, name, count, seed)
 
@@ -247,7 +247,7 @@ class Bench:
 
 
 def measure(bench: Bench, name: str, count: int, args: argparse.Namespace, vocab_size: int) -> dict[str, float]:
-    """One workload by `count` requests at once; medians of the pairs, with and without drafts in turn."""
+    """Medians of one workload with `count` requests at once, over pairs of runs with and without drafts."""
     runs: dict[bool, list[Run]] = {False: [], True: []}
     for repeat in range(args.repeats):
         scale = 0.1 if args.quick else 1.0
@@ -271,7 +271,7 @@ def measure(bench: Bench, name: str, count: int, args: argparse.Namespace, vocab
 
 
 def target(name: str, count: int) -> float:
-    """The least gain."""
+    """The least gain that a workload should have."""
     if name in REAL:
         return 1.0
     if name == "random":

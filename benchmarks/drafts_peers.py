@@ -1,22 +1,22 @@
 """Drafts of foreword beside those of vLLM and llama.cpp, on the same weights and the same token ids, in one run.
 
-A checkpoint of Qwen2-0.5B's shape is made by this script. Its attention and its MLPs add nothing (their last matrices
-are zero), so the next token follows from the last one alone, by a table that the output head holds. All engines compute
-all layers, at their full cost, and answer with the same written texts, greedily:
+This script makes a checkpoint of Qwen2-0.5B's shape. Its attention and its MLPs add nothing (their last matrices are
+zero), so the next token follows from the last one alone, by a table in the output head. All engines compute all layers
+at full cost, decode greedily, and so answer with the same written texts:
 
-    edit       a file of 600 tokens, written again; three lines of 12 tokens are others in the prompt
+    edit       a file of 600 tokens, written again; three lines of 12 tokens differ from the prompt's
     quote      an answer of 300 tokens to a document of 1,500: passages of 40 to 100 tokens of it, with 6 to 14 other
                ones between
 
-Each token occurs once in a text, so whoever finds a match of one token finds the right one. That favours short matches;
-`drafts.py` has texts where they mislead. Engines, each plain and with its own drafts, in turn:
+Each token occurs once in a text, so a match of one token is always the right one. That favours short matches;
+`drafts.py` has texts where short matches mislead. Engines, each plain and with its own drafts, alternately:
 
     foreword       draft_tokens 0 and auto
     vllm           speculative_config ngram: 5 tokens, matches of 2 to 4
     llama.cpp      prompt lookup of llama-cpp-python, 10 tokens, matches of 2; and the same with 4-bit weights (Q4_0),
                    which is the only arm with other weights
 
-Times are those of the answer after its first token: the prompt is cached before, by asking for one token.
+Times are those of the answer after its first token. A request for one token has cached the prompt before.
 
     python benchmarks/drafts_peers.py --vllm-python PATH --llama-python PATH [--repeats N] [--quick] [--json]
 
@@ -65,7 +65,7 @@ class Text:
 
 
 class Writer:
-    """Writes texts of tokens that the model's table holds, each token in one answer and at one place of it."""
+    """Writes texts whose order of tokens is in the model's table. Each token occurs once in one answer only."""
 
     def __init__(self, shape: RandomModelShape, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -104,7 +104,7 @@ class Writer:
 
 
 def save_model(folder: Path, shape: RandomModelShape, following: dict[int, int], seed: int) -> None:
-    """Write the checkpoint whose next token is that of the table."""
+    """Writes the checkpoint whose next token is always the table's."""
     save_random_model(folder, shape, seed=seed)
     weights = load_file(folder / "model.safetensors")
     for name, tensor in weights.items():
@@ -134,7 +134,7 @@ def arms(args: argparse.Namespace, options: Options) -> Iterator[tuple[str, str,
 
 
 def rate(engine: EngineProcess, text: Text) -> float:
-    """Tokens a second of the answer after its first token."""
+    """Tokens per second of the answer after its first token."""
     engine.reset()
     _, [first] = engine.generate([text.prompt], 1)
     seconds, [answer] = engine.generate([[*text.prompt, *first]], len(text.answer) - 1)

@@ -1,11 +1,11 @@
 """foreword beside other engines, on the same weights and the same token ids, in one run.
 
-A checkpoint of Qwen2-0.5B's shape with random weights in bfloat16 is made by this script. Each engine runs in a
-process of its own and is asked in turn (A B C, then C B A, ...); one that is not asked waits without using the
-processor. Times are those of the call, so they include what an engine does around its model.
+This script makes a checkpoint of Qwen2-0.5B's shape with random weights in bfloat16. Each engine runs in a process of
+its own. Engines run alternately (A B C, then C B A, ...), and a waiting engine uses no processor time. Times are those
+of the call, so they include what an engine does around its model.
 
     ttft_miss_N_ms     one token after a prompt of N + 16 tokens, of which nothing is cached
-    ttft_hit_N_ms      the same N tokens with 16 other ones behind, right after the miss
+    ttft_hit_N_ms      the same N tokens and 16 other ones after them, right after the miss
     decode_1_tok_s     one request: 32 tokens in, 64 out, prefill included
     decode_16_tok_s    16 requests at a time, 32 tokens in and 64 out each, prefill included
     decode_N_KIND_tok_s  the same, sampled: t1 is temperature 1, top_p is 0.7 with top_p 0.9, top_k is 1 with top_k 40
@@ -13,14 +13,14 @@ processor. Times are those of the call, so they include what an engine does arou
     multi_turn_s       8 conversations at a time, 6 turns: a common system prompt of 512 tokens, 64 new tokens and
                        32 out per turn; from an empty cache to the end of the last turn
 
-The limit beside a figure is what the machine's arithmetic and memory rates (measured before and after, the better
-counts) allow an engine that computes each token once, reads all weights once per step, and reads KV that requests
-of a step share once for all of them.
+The limit of a figure is what the machine's arithmetic and memory rates (measured before and after; the better ones
+count) allow an engine that computes each token once, reads all weights once per step, and reads shared KV once for all
+requests of a step that share it.
 
     python benchmarks/engine.py [--peers --vllm-python PATH --llama-python PATH] [--repeats N] [--quick] [--json]
 
-BENCHMARKS.md says how to make the peers' environments. Without --peers only foreword and transformers run, the
-latter with the cache that its documentation advises, and with its continuous batching.
+BENCHMARKS.md says how to make the peers' environments. Without --peers only foreword and transformers run; transformers
+runs with the cache that its documentation advises, and with its continuous batching.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class EngineProcess:
     def __init__(self, name: str, python: str, options: Options, log: Path) -> None:
         self.name = name
         script = DRIVERS / f"{name.replace('.', '_')}_driver.py"
-        # Each engine waits for its threads as it likes; only their number is given.
+        # Only the number of threads is given. How an engine waits for its threads is its choice.
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "KMP_", "GOMP_"))}
         if options.num_threads:  # else the engine chooses
             environment["OMP_NUM_THREADS"] = str(options.num_threads)
@@ -107,7 +107,7 @@ class EngineProcess:
         environment["TRANSFORMERS_VERBOSITY"] = "error"
         self._log = log
         self.processor_s = 0.0
-        """Of all threads, in the last call."""
+        """Processor seconds of all threads in the last call."""
         self._process = subprocess.Popen(
             [python, str(script)],
             stdin=subprocess.PIPE,
@@ -139,7 +139,7 @@ class EngineProcess:
     def generate(
         self, prompts: list[list[int]], num_tokens: int, sampling: dict[str, float] | None = None
     ) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens of each prompt."""
+        """The seconds that the engine took, and the generated tokens of each prompt."""
         answer = self._ask({"do": "generate", "prompts": prompts, "num_tokens": num_tokens, "sampling": sampling})
         token_ids: list[list[int]] = answer["token_ids"]
         self.processor_s = answer["processor_seconds"]
@@ -171,7 +171,7 @@ class Prompts:
 
 
 def first_tokens(engine: EngineProcess, prompts: Prompts, repeat: int, length: int) -> tuple[float, float]:
-    """Milliseconds of a miss and of a hit of `length` tokens."""
+    """Milliseconds to the first token of a miss and of a hit of `length` tokens."""
     shared, *fresh = prompts(repeat, length, FRESH_TOKENS, FRESH_TOKENS)
     engine.reset()
     miss, hit = (engine.generate([shared + own], 1)[0] for own in fresh)
@@ -198,7 +198,7 @@ def shared_decode(engine: EngineProcess, prompts: Prompts, repeat: int, length: 
 
 
 def multi_turn(engine: EngineProcess, prompts: Prompts, repeat: int, sizes: Sizes) -> float:
-    """Seconds of all conversations, whose next turn continues with their own answers."""
+    """Seconds of all conversations. Each next turn continues with the engine's answer."""
     count = sizes.num_conversations
     system, *users = prompts(repeat, sizes.system, *[sizes.user] * (count * sizes.num_turns))
     conversations = [list(system) for _ in range(count)]
@@ -217,7 +217,7 @@ def multi_turn(engine: EngineProcess, prompts: Prompts, repeat: int, sizes: Size
 def workloads(
     engine: EngineProcess, prompts: Prompts, repeat: int, sizes: Sizes
 ) -> list[Callable[[], dict[str, float]]]:
-    """One by one, so that engines take turns at each."""
+    """Yields workloads one by one, so that engines take turns at each."""
 
     def ttft(name: str, length: int) -> dict[str, float]:
         miss, hit = first_tokens(engine, prompts, repeat, length)
@@ -238,7 +238,7 @@ def workloads(
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step costs at least."""
+    """Rates of this machine, and the least time of a step that follows from them."""
 
     shape: RandomModelShape
     rates: Rates
@@ -246,7 +246,7 @@ class Machine:
     def step_s(self, num_tokens: int, num_cached: int, *, num_requests: int = 1, num_shared: int = 0) -> float:
         """Seconds of a step in which each request computes `num_tokens` tokens after `num_cached` ones.
 
-        The first `num_shared` of the cached ones are the same memory for all requests.
+        The first `num_shared` of the cached tokens are in blocks that all requests share.
         """
         shape = self.shape
         pairs = num_requests * (num_tokens * num_cached + num_tokens * (num_tokens + 1) / 2)
@@ -265,7 +265,7 @@ class Machine:
         return sum(self.step_s(1, num_cached + step, **shares) for step in range(num_steps))
 
     def limits(self, sizes: Sizes) -> dict[str, float]:
-        """Of every figure, in its unit."""
+        """The limit of every figure, in the figure's unit."""
         found: dict[str, float] = {}
         for name, length in (("1024", sizes.short), ("4096", sizes.long)):
             found[f"ttft_miss_{name}_ms"] = 1e3 * self.step_s(length + FRESH_TOKENS, 0)
@@ -294,7 +294,7 @@ class Machine:
 
 LOCAL_ENGINES = ("foreword", "transformers", "transformers.batching")
 PEERS = {"vllm": "--vllm-python", "llama.cpp": "--llama-python"}
-"""Engines in environments of their own, and the options that name these."""
+"""Engines that have an environment of their own, and the option that names its interpreter."""
 
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""lm-eval in one process, with and without the cache, in turn: equal results, and the time and tokens that it saves.
+"""lm-eval with and without the cache, alternately in one process: equal results, and the time and tokens saved.
 
-The task is written here: sums after worked examples, as four choices each (log probabilities) and as answers
-(generated). Prints a line for each way, and as its last line JSON. Needs `pip install lm-eval[api]`.
+The script writes the tasks: sums after worked examples, once with four choices (log probabilities) and once with a
+generated answer. Prints a line with and a line without the cache; the last line is JSON. Needs `pip install
+lm-eval[api]`.
 
     .venv/bin/python benchmarks/evaluations.py --model FOLDER
 """
@@ -83,14 +84,14 @@ def write_tasks(folder: Path, num_questions: int, num_examples: int) -> None:
 
 
 def evaluate(folder: Path, options: argparse.Namespace, use_cache: bool) -> dict[str, Any]:
-    """Results of one run, every answer and log probability, and what it took."""
+    """Runs lm-eval once. Returns its results, every answer and log probability, and the time and tokens of the run."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     from foreword.integrations.lm_eval import ForewordLM
 
     model = ForewordLM(options.model, use_cache=use_cache, dtype=options.dtype, max_model_len=2048, self_check=False)
-    model.llm.generate("warm up", show_progress=False)  # what a first request alone pays
+    model.llm.generate("warm up", show_progress=False)  # pays what only a first request pays
     before, spent = model.llm.engine.num_computed_tokens, time.process_time()
     tasks = TaskManager(include_path=str(folder), include_defaults=False)
     found = simple_evaluate(model, tasks=["answered", "chosen"], task_manager=tasks, bootstrap_iters=0)

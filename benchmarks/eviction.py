@@ -1,12 +1,13 @@
-"""What `value` finds beyond `lru`, and what it loses to it at worst, on traffic that it was not tuned on, too.
+"""How many more blocks `value` finds than `lru`, and its worst loss, on tuned and on held-out traffic.
 
     python benchmarks/eviction.py [--traces FOLDER] [--blocks 300000] [--only NAME] [--others] [--json FILE]
 
 Each trace is replayed on the real manager at three pools: where LRU finds 30%, 70% and 95% of what unlimited memory
-finds, but no smaller than the longest prompt. `gain` is `value` less `lru`, as a share of all blocks. With --others
-the policies that only a replay has are replayed, too. The last line is JSON.
+finds, but no smaller than the longest prompt. `gain` is the share of all blocks that `value` finds, less that of `lru`.
+With --others the policies that only a replay has are replayed, too. The last line is JSON.
 
-The first table is about blocks that hold nothing: `lru` with them in the order of freeing, and `lru` as it is.
+The first table compares `lru`, which evicts empty blocks first, with an `lru` that ranks all blocks by the time of
+freeing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from foreword.replay.trace import RecordedRequest, TraceReader
 OTHERS = tuple(name for name in POLICIES if name not in ("lru", "value", "priority"))
 POOLS = {"small": 0.3, "middle": 0.7, "large": 0.95}
 RECORDED = ("conversation", "synthetic")
-BLOCK_TOKENS = {  # each kind in one size, so that all sizes are among those held out
+BLOCK_TOKENS = {  # one size for each kind, so that every size occurs in held-out traffic
     "coding agents": 64,
     "chat": 16,
     "documents": 64,
@@ -74,7 +75,7 @@ def replay(requests: list[RecordedRequest], cache: LruCache | ManagerCache) -> t
 def measure(
     name: str, requests: list[RecordedRequest], capacities: dict[str, int], use: str, others: Sequence[str]
 ) -> list[Row]:
-    """One row a pool."""
+    """Figures of one trace, a row for each pool."""
     num_blocks = sum(len(request.keys) for request in requests)
     optimum = Optimum([request.keys for request in requests])
     rows = []
@@ -114,10 +115,10 @@ def measure(
 
 
 class FreedOrder(FreeKVCacheBlockQueue):
-    """An LRU that goes by the time of freeing alone, whatever blocks hold."""
+    """An LRU that ranks blocks by the time of freeing alone, also blocks that hold nothing."""
 
     num_empty = 0
-    """It does not know which blocks hold nothing."""
+    """Always 0: this policy does not know which blocks hold nothing."""
 
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
         pass

@@ -1,13 +1,13 @@
 """Seeded traffic for eviction policies: sessions in tokens, cut into blocks of any size.
 
-Knows token counts and who shares what with whom; knows neither text nor caches. A context is a chain of pieces, each
-with an owner; what two contexts share is a chain of common pieces:
+Knows token counts and which contexts share tokens; knows neither text nor caches. A context is a chain of pieces, each
+with an owner. Two contexts share the pieces at which their chains begin alike:
 
     |-- system prompt, 12,000 tokens --|-- session 7: 900 --|-- session 7: 2,100 --| ...
     |-- system prompt, 12,000 tokens --|-- session 8: 400 --| ...
 
-A block belongs to the owner of its last token, so a block over the border between two pieces is not shared.
-Of the kinds, `TUNED_ON` may be used to choose settings; the others are held out, and so are other seeds.
+A block belongs to the owner of its last token, so a block over the border between two pieces is not shared. The kinds
+in `TUNED_ON` may be used to choose settings. The other kinds are held out, and so are other seeds.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Requests = Iterator["Context"]
 
 
 class Context:
-    """Tokens by owner; grows at its end."""
+    """A chain of pieces: token counts by owner. It grows at its end."""
 
     def __init__(self, ends: tuple[int, ...] = (), owners: tuple[int, ...] = ()) -> None:
         self.ends, self.owners = ends, owners
         self.at = 0.0
-        """Seconds at which it is sent, once a `Timeline` has yielded it."""
+        """The time in seconds at which the context is sent; set by the `Timeline` that yields it."""
         self.agent = self.root = 0
-        """The number of the agent that sends it, and of the agent whose sub-agents' sub-agent that is."""
+        """The numbers of the agent that sends the context, and of that agent's first ancestor."""
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +49,7 @@ class Context:
         return Context((*self.ends, end), (*self.owners, owner))
 
     def keys(self, block_tokens: int) -> PrefixKeys:
-        """One for each block, the partial last one included."""
+        """One key for each block, including the partial last one."""
         num_blocks = -(-self.num_tokens // block_tokens)
         last = np.minimum(np.arange(1, num_blocks + 1) * block_tokens, self.num_tokens)
         owner = np.array(self.owners, np.uint64)[np.searchsorted(self.ends, last)]
@@ -72,7 +72,7 @@ def _zipf(count: int, exponent: float) -> npt.NDArray[np.float64]:
 
 
 class Timeline:
-    """Sessions as generators that yield (seconds until the request, its context), joined in order of time."""
+    """Merges sessions in order of time. A session is a generator of (seconds until its next request, the context)."""
 
     def __init__(self, rng: Rng) -> None:
         self.rng = rng
@@ -80,9 +80,9 @@ class Timeline:
         self._heap: list[tuple[float, int, Context, Iterator[tuple[float, Context]]]] = []
         self._ticket = numbers()
         self._agents: dict[int, tuple[int, int]] = {}
-        """The numbers of an agent and its root, by the identity of its generator."""
+        """By the `id` of an agent's generator: the numbers of the agent and of its root."""
         self._root: int | None = None
-        """The root of the agent that is asked now; None: none is, so what starts is a root."""
+        """The root of the agent whose generator runs now; None: no agent runs, so a session that starts is a root."""
 
     def start(self, at: float, session: Iterator[tuple[float, Context]]) -> None:
         wait = next(session, None)
@@ -94,7 +94,7 @@ class Timeline:
         heapq.heappush(self._heap, (at + wait[0], ticket, wait[1], session))
 
     def run(self, arrivals: Callable[[], tuple[float, Iterator[tuple[float, Context]]]]) -> Requests:
-        """`arrivals` gives seconds until the next session, and the session."""
+        """Yields contexts in order of time. `arrivals` returns (seconds until a session starts, the session)."""
         at, session = arrivals()
         while True:
             self._root = None
@@ -164,7 +164,7 @@ def forking_agents(rng: Rng) -> Requests:
 
 
 def patient_agents(rng: Rng) -> Requests:
-    """Coding agents that a person leaves alone for a quarter of an hour and comes back to."""
+    """Coding agents whose user often comes back only after a quarter of an hour."""
     return coding_agents(rng, every_s=45, turns=40, pause_s=900, pause_share=0.25, spawn_share=0.02)
 
 
@@ -187,7 +187,7 @@ def chat(rng: Rng, *, tenants: int = 8, think_s: float = 90.0, turns: float = 4.
 
 
 def slow_chat(rng: Rng) -> Requests:
-    """Long conversations with long think times, so that most of what comes back has waited for long."""
+    """Long conversations with long pauses, so that most blocks that are used again were unused for long."""
     return chat(rng, tenants=3, think_s=600.0, turns=10.0)
 
 
@@ -222,7 +222,7 @@ def polluted_chat(rng: Rng) -> Requests:
 
 
 def recency(rng: Rng) -> Requests:
-    """A prompt comes again soon or never, whatever it looks like: nothing beats LRU by much."""
+    """A prompt comes again soon or never, and nothing about it shows which. No policy beats LRU by much."""
     owners = numbers(1)
     recent: list[Context] = []
     while True:
@@ -277,7 +277,7 @@ HELD_OUT: dict[str, Callable[[Rng], Requests]] = {
 
 
 def make_requests(kind: str, seed: int, block_tokens: int, num_blocks: int) -> list[RecordedRequest]:
-    """Requests of one kind, until their prompts have that number of blocks together."""
+    """Makes requests of one kind until their prompts have `num_blocks` blocks in total."""
     made: list[RecordedRequest] = []
     total = 0
     for context in {**TUNED_ON, **HELD_OUT}[kind](np.random.default_rng(seed)):

@@ -1,13 +1,14 @@
-"""Which operations of this machine's torch give a row the same bits whatever stands beside it?
+"""Which operations of this machine's torch give a row the same bits, whatever the other rows are?
 
     python benchmarks/exactness.py [--device cuda]
 
-The measurement behind docs/decisions/0002-exactness.md. Every operation is run on 64 rows and on other
-numbers of rows; a number is listed when a shared row came out with other bits. Run it on a new CPU or
-a new torch to see whether the promise of equal bits can hold there.
+docs/decisions/0002-exactness.md uses this measurement. Every operation runs on 64 rows and on other numbers of rows; a
+number is listed if one of the common rows came out with other bits. Run the script on a new CPU or a new torch to see
+whether the promise of equal bits can hold there.
 
-"fixed" is what `exact=True` relies on on a GPU (docs/decisions/0014-cuda-runner.md): always as many rows, the row at
-another place, other rows around it. Listed are the places at which it came out with other bits.
+"fixed" is what `exact=True` relies on on a GPU (docs/decisions/0014-cuda-runner.md): the number of rows is always the
+same, a row moves to another place, and the rows around it change. A place is listed if the row came out with other
+bits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LENGTHS = [*range(1, 140), 1000, 32768, 32769, 34048, 50001, 70003, 131077, 1999
 def deviating_rows(op: Callable[[Tensor], Tensor], rows: Tensor, counts: Iterable[int]) -> list[int]:
     """Numbers of rows at which `op` gives one of the first 64 rows other bits than among 64.
 
-    Small numbers are tried with several rows in the lead, as few elements may differ.
+    Small numbers are tried with several choices of first rows, because few elements may differ.
     """
     reference = op(rows[:64])
 
@@ -58,7 +59,7 @@ def row_operation(op: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype
 
 
 def elementwise(op: Callable[[Tensor], Tensor], dtype: torch.dtype) -> int:
-    """Lengths (of 148) and offsets (of 5) at which some element of a vector came out differently."""
+    """The number of lengths (of 148) and offsets (of 5) at which an element of a vector came out with other bits."""
     values = (3 * torch.randn(200_000)).to(dtype)
     reference = op(values)
     by_length = sum(not torch.equal(op(values[:n].clone()), reference[:n]) for n in LENGTHS)
@@ -67,7 +68,7 @@ def elementwise(op: Callable[[Tensor], Tensor], dtype: torch.dtype) -> int:
 
 
 def deviating_places(op: Callable[[Tensor], Tensor], rows: Tensor) -> list[int]:
-    """How far rows were moved, the others around them replaced, when some row came out with other bits.
+    """The distances of a move, with other rows replaced, after which a moved row came out with other bits.
 
     `rows` [2 * FIXED_ROWS, ...]: the first half are compared, the second half take the places of those moved away.
     """
@@ -84,7 +85,7 @@ def deviating_places(op: Callable[[Tensor], Tensor], rows: Tensor) -> list[int]:
 
 
 def fixed_shapes() -> dict[str, object]:
-    """The operations of a model, on always as many rows."""
+    """The operations of a model, on a number of rows that is always the same."""
     found: dict[str, object] = {}
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
@@ -127,7 +128,7 @@ def main() -> None:
 
 
 def measure() -> dict[str, dict[str, object]]:
-    """Everything, by kind and operation."""
+    """Measures all operations. Returns what deviates, by kind and operation."""
     result: dict[str, dict[str, object]] = {"linear": {}, "bmm": {}, "rows": {}, "elementwise": {}}
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")

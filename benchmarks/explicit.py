@@ -1,11 +1,11 @@
-"""What a mark brings to a prefix under a flood, what the flood pays for it, and what marking costs.
+"""What a mark gains for a prefix under a flood of other prompts, what it costs these, and what marking itself costs.
 
     PYTHONPATH=src python benchmarks/explicit.py [--model DIR] [--rounds 8] [--pool 256] [--json]
 
 One engine, the `value` policy, a pool of 256 blocks of 16 tokens. Each round is a flood of documents of 600 tokens,
 each asked for twice, then one request that begins with the prefix (1,024 tokens) and ends with 32 tokens of its own.
-The same seeded rounds run without the mark and with it, in turn, on a fresh cache. The limit of the first token is
-that of 32 tokens without a prefix: what a whole hit leaves to compute.
+The same seeded rounds run with and without the mark, alternately, on a fresh cache. The limit of the time to the first
+token is that of 32 tokens without a prefix, because a whole hit leaves these 32 to compute.
 
 The cost of marking is processor time to render and tokenize a conversation of 40 messages (about 30,000 characters)
 with 4 marks, and without. It needs a tokenizer with a chat template; the embedded model has one. The last line is JSON.
@@ -32,7 +32,7 @@ PREFIX, OWN, DOCUMENT, FLOOD = 1024, 32, 600, 8
 
 @dataclass
 class Traffic:
-    """What the prefix's requests and the flood's met."""
+    """Times and hits of the prefix's requests and of the flood's."""
 
     first_ms: list[float] = field(default_factory=list)
     found: list[int] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Rounds:
         return traffic
 
     def _ask(self, prompt: Prompt) -> tuple[float, int]:
-        """Milliseconds to the first token, and the tokens found."""
+        """Asks once. Returns milliseconds to the first token, and the number of tokens found."""
         self._number += 1
         began = time.perf_counter()
         params = SamplingParams(max_tokens=1, temperature=0.0)
@@ -116,7 +116,7 @@ def main() -> None:
     args = parser.parse_args()
     with embedded_model() as embedded, LLM(args.model or str(embedded), num_gpu_blocks_override=args.pool) as llm:
         rounds = Rounds(llm, args.rounds)
-        rounds.run(marked=False)  # what happens once
+        rounds.run(marked=False)  # pays what happens only once
         plain, marked = rounds.run(marked=False), rounds.run(marked=True)
         limit = rounds.alone()
         render_ms, marked_ms = marking_ms(llm)

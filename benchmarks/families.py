@@ -1,8 +1,8 @@
-"""Written families beside the same models in another checkout: the first token and decoding of one request.
+"""Models that foreword implements itself, beside the same models in another checkout: first token and decoding.
 
-Small models with random weights, one of each family, are made by transformers. The two checkouts run in processes of
-their own, in turn, in a new order each round; figures are processor time of one thread, so that a busy machine counts
-little. `ratio` is the other checkout's time divided by ours: above 1, ours is faster.
+transformers makes a small model with random weights for each family. Each checkout runs in its own process, one after
+the other, in a new order each round. Figures are processor time of one thread, so that a busy machine matters little.
+`ratio` is the other checkout's time divided by ours; above 1, ours is faster.
 
     python benchmarks/families.py --against OTHER/src [--families gemma3,phi3] [--rounds 3] [--dtype bfloat16]
 """

@@ -1,13 +1,13 @@
-"""What the way through a front and Ray adds to a request, against the same server with its engine in a thread.
+"""The time that a front server and Ray add to a request, beside the same server with its engine in a thread.
 
-Both servers run the embedded model in processes of their own and are asked in turn, one request at a time, over HTTP.
-Prompts are drawn by the seed and are warm in both, so the model's own work is small and the way shows.
+Both servers run the embedded model in processes of their own. Requests go to them alternately, one at a time, over
+HTTP. Prompts are drawn by the seed and cached in both, so the model does little and the added time shows.
 
     first_token_ms    from sending the request to the first event with text, streamed
     token_ms          between two events of one answer
-    added_ms          the difference between the two servers; percentiles of each are compared, not of pairs
+    added_ms          the difference of the two servers' percentiles, not a percentile of pairs' differences
 
-The limit: two more processes are crossed in each direction (front, replica), so no figure can be below the direct one.
+The limit: a request crosses two more processes in each direction (front, replica), so nothing can be below 0.
 
     python benchmarks/fleet.py [--requests N] [--replicas N] [--seed N] [--json]
 """
@@ -35,7 +35,7 @@ MAX_TOKENS = 32
 
 @contextmanager
 def server(*args: str) -> Iterator[str]:
-    """The address of `foreword serve` in a process of its own."""
+    """Yields the address of a `foreword serve` that runs in a process of its own."""
     command = [sys.executable, "-m", "foreword.cli", "serve", "--port", "0", "--no-dashboard", *args]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()

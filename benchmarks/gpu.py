@@ -1,22 +1,22 @@
 """The limits of a GPU, and how close foreword comes to them: one command, a table, one JSON line.
 
     python benchmarks/gpu.py                 a random model of Qwen2-1.5B's shape on the first CUDA device
-    ... --shape 7b                           Qwen2.5-7B's shape: the size that the targets are meant for
+    ... --shape 7b                           Qwen2.5-7B's shape, for which the targets are set
     ... --without transformers,two_phase     leave sections out
 
 Sections, each in the same process and after warming up:
 
 1. ceilings       copy bandwidth (bytes read and written) and the rate of a large bfloat16 matrix product
 2. decode         steps of 1 to 256 requests: bytes that a step must read (weights once, every request's KV) per second,
-                  as a share of the bandwidth; and the host's time for a step outside of what waits for the device
+                  as a share of the bandwidth; and the host's time for a step without the time it waits for the device
 3. prefill        operations per second of a long prompt, as a share of the matrix rate
 4. first_token    time to the first token of N + 16 tokens, the N cached or not
 5. two_phase      attention alone, 32 heads of 128, 32 requests whose contexts are shared (ChunkAttention's Table 3):
-                  read once, against the same blocks read by every request, and against copies of them
+                  KV read once, beside the same blocks read by every request, and beside a copy for each request
 6. transformers   the same weights: prefill and decoding with transformers' own cache and SDPA
 
 Decoding and prefill are measured with `exact=True` (equal bits with and without the cache) and with `exact=False`.
-Without a CUDA device the script says so and exits with 2. Nothing that it prints was computed on another machine.
+Without a CUDA device the script says so and exits with 2.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ TARGETS = {
     "two_phase_4096_ratio": (4.8, "at least"),
     "decode_256_host_ms": (1.0, "at most"),
 }
-"""On an H200-class card."""
+"""The targets on an H200-class card: a figure's bound, and on which side of it the figure should be."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything is measured."""
+    """Sizes of the model, the batches and the prompts."""
 
     shape: RandomModelShape
     copy_bytes: int
     matrix: int
     batches: tuple[int, ...]
     context: int
-    """Tokens before decoding begins."""
+    """Tokens of each request before decoding begins."""
     steps: int
     prefill: int
     first_token: tuple[int, ...]
@@ -98,7 +98,7 @@ class Sizes:
 
 
 class Clock:
-    """Times what a device does, with everything that was queued."""
+    """Times calls, including the device work that they queue."""
 
     def __init__(self, device: torch.device, rounds: int) -> None:
         self.device, self.rounds = device, rounds
@@ -108,7 +108,7 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
     def once(self, work: Callable[[], Any]) -> float:
-        """Milliseconds."""
+        """Milliseconds of one call."""
         self.wait()
         start = time.perf_counter()
         work()
@@ -181,7 +181,7 @@ def ceilings(bench: Bench) -> None:
 
 
 class Waiting:
-    """How long the host waits for results; the rest of a step is the host's own time."""
+    """Measures how long the host waits for results. The rest of a step is the host's own time."""
 
     def __init__(self, llm: LLM) -> None:
         self.ms = 0.0
@@ -307,7 +307,7 @@ def two_phase(bench: Bench) -> None:
 
 
 def transformers(bench: Bench) -> None:
-    """The library's own way on the same weights: SDPA, a DynamicCache, no graphs; prompts of equal length."""
+    """The same weights in transformers' own code: SDPA, a DynamicCache, no graphs; prompts of equal length."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
     sizes = bench.sizes
@@ -339,7 +339,7 @@ def transformers(bench: Bench) -> None:
 
 
 def _weight_bytes(shape: RandomModelShape) -> int:
-    """Read once by every step: all matrices; the embedding is also the output head."""
+    """Bytes of weights that a step reads: all matrices once. The embedding is also the output head."""
     return 2 * shape.num_parameters
 
 
@@ -348,13 +348,13 @@ def _kv_bytes_per_token(shape: RandomModelShape) -> int:
 
 
 def _operations(shape: RandomModelShape, num_tokens: int) -> float:
-    """Of a prompt: every token through all layers' matrices, and each query with the keys and values before it."""
+    """Operations of a prompt: all layers' matrices for each token, each query with the keys and values before it."""
     attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1) / 2
     return 2 * shape.num_linear_parameters * num_tokens + attention
 
 
 def _attention(bench: Bench, context: int, *, share: bool, copies: bool) -> Callable[[], torch.Tensor]:
-    """Decoding behind `context` tokens that are equal for all requests, in the same blocks or in copies."""
+    """Times decoding after `context` tokens that are equal for all requests, in shared blocks or in copies."""
     requests, heads, dim = bench.sizes.attention
     kernel = _kernel(bench.device, share)
     count = context // BLOCK_SIZE

@@ -2,13 +2,13 @@
 
     python benchmarks/gpu_host.py [--batch 256] [--context 1024] [--steps 64] [--temperature 0] [--json]
 
-The engine, scheduler, cache and GPU runner are the real ones; the device is this processor, which replays nothing and
-samples from 64 words. What is measured is Python, numpy and torch's part of calling operations. Not in it, and only to
-be measured on a GPU (`gpu.py`): the driver's part of launches and copies, and waiting. Nor is text: requests have no
-tokenizer.
+The engine, scheduler, cache and GPU runner are the real ones. The device is this processor, which replays no graphs and
+samples from 64 words. The figures contain Python, numpy, and the time torch takes to call operations. They do not
+contain waiting and the driver's part of launches and copies, which only a GPU can show (`gpu.py`). They do not contain
+text either: requests have no tokenizer.
 
-Processor time of the one thread, by part: own time without that of parts inside, medians over steps that are planned
-behind the one before. What the timers cost is taken off.
+Figures are processor time of one thread. A part's time excludes that of the parts inside it. They are medians over
+steps that were planned while the previous step ran. What the timers cost is subtracted.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from workloads import QUICK_SHAPE
 
 BLOCK_SIZE = 16
 MOST_TOKENS = 32_784
-"""Of a request, as in gpu.py: what graphs are made for."""
+"""The longest request in tokens, for which graphs are made, as in gpu.py."""
 SHAPE = replace(QUICK_SHAPE, vocab_size=64)
 
 
 class Nothing:
-    """An event that is past, and a graph without work."""
+    """Stands for an event that has happened, and for a graph without work."""
 
     def query(self) -> bool:
         return False
@@ -69,7 +69,7 @@ class Nothing:
 
 
 class IdleDevice:
-    """This processor, which replays nothing."""
+    """A device on this processor whose graphs do nothing."""
 
     torch_device = torch.device("cpu")
 
@@ -92,7 +92,7 @@ class IdleDevice:
 
 
 class PromptsForNothing(DeviceRunner):
-    """Prompts are not computed either."""
+    """A model that computes nothing for prompts."""
 
     def _run(self, passes: list[ForwardPass]) -> Tensor:
         rows = sum(one.num_kept for one in passes)

@@ -45,7 +45,7 @@ VOCABULARY = 32_000
 
 
 def text(rng: Random, num_tokens: int) -> Prompt:
-    """Tokens that nothing else begins with."""
+    """Random tokens, which no other text begins with."""
     return [rng.randrange(VOCABULARY) for _ in range(num_tokens)]
 
 
@@ -55,7 +55,7 @@ def short_prompts(rng: Random, num_requests: int) -> list[Prompt]:
 
 
 def chat(rng: Random, num_requests: int, num_open: int = 40) -> list[Prompt]:
-    """A random one of the open conversations goes on; it ends after a tenth of its turns."""
+    """Prompts of conversations. Each turn belongs to a random open conversation, and ends it with probability 0.1."""
     system = text(rng, 200)
     open_ones: list[Prompt] = [list(system) for _ in range(num_open)]
     prompts = []
@@ -68,7 +68,7 @@ def chat(rng: Random, num_requests: int, num_open: int = 40) -> list[Prompt]:
 
 
 def documents(rng: Random, num_requests: int, num_documents: int = 40, first: int = 0) -> list[Prompt]:
-    """Questions about documents; `first` new tokens, such as the time of day, stand before each document."""
+    """Questions about documents. `first` new tokens, such as the time of day, stand before each document."""
     shelf = [text(rng, rng.randint(700, 3000)) for _ in range(num_documents)]
     weights = [1 / (rank + 1) for rank in range(num_documents)]
     return [
@@ -90,7 +90,7 @@ def examples(rng: Random, num_requests: int, *, shuffle: bool) -> list[Prompt]:
 
 
 def with_one_off(rng: Random, prompts: Sequence[Prompt], share: float) -> list[Prompt]:
-    """The same prompts among others of 3,000 tokens that never come again; these are `share` of all requests."""
+    """Adds prompts of 3,000 tokens that never come again. They are a `share` of all requests."""
     mixed: list[Prompt] = []
     for prompt in prompts:
         while rng.random() < share:
@@ -108,7 +108,7 @@ def hit_tokens(
     block_tokens: int = BLOCK_TOKENS,
     policies: Sequence[str] = ("value",),
 ) -> dict[str, int]:
-    """Prompt tokens that a cache of this size finds, by policy; "unlimited" for one that keeps everything."""
+    """Prompt tokens that a cache of this size finds, by policy; "unlimited" is a cache that keeps everything."""
     name = str(capacity_tokens)
     simulation = Simulation(policies, [Capacity(name, capacity_tokens // block_tokens)])
     for prompt in prompts:
@@ -141,7 +141,7 @@ def block_sizes(seed: int, num_requests: int) -> dict[str, dict[int, float]]:
 
 
 def low_hit_rates(seed: int, num_requests: int) -> list[dict[str, Any]]:
-    """Four reasons of a low hit rate, and what their remedy gives."""
+    """Hit rates of four causes of a low rate, before and after the remedy of each cause."""
 
     def case(name: str, remedy: str, before: float, after: float) -> dict[str, Any]:
         return {"case": name, "remedy": remedy, "before": before, "after": after}
@@ -167,7 +167,7 @@ def low_hit_rates(seed: int, num_requests: int) -> list[dict[str, Any]]:
 
 
 def pollution(seed: int, num_requests: int) -> list[dict[str, Any]]:
-    """Hit rates of a chat by the share of one-off requests beside it; of the chat's own tokens."""
+    """Hit rates of a chat's own tokens, by the share of one-off requests beside the chat."""
     own = chat(Random(seed), num_requests)
     rows = []
     for share in (0.0, 0.1, 0.25, 0.5):

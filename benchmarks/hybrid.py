@@ -4,15 +4,15 @@ Four models of 0.3 to 0.5 billion random parameters in bfloat16, in the shapes o
 layers of six), gpt_oss (a window of 128 in every other layer, sinks, experts), qwen3_next (a recurrent state in three
 layers of four, experts) and mamba2 (recurrent states alone). Their words mean nothing, their times do.
 
-Memory is counted, not measured: the bytes of the blocks that one sequence holds, from the same code that allocates
-them, against a layout in which every layer keeps the keys and values of all positions (for recurrent layers, those of
-the model's own attention layers; none for mamba2). Time to first token comes in pairs, as in workloads.py: the cache is
-reset, a prompt runs (the miss), then one with the same beginning and another end (the hit); over all pairs each prompt
-is a miss once and a hit once, and both answers must be the same tokens. The hit rate is that of six turns of a
-conversation, each prompt holding all turns before it, against what token-exact hits would reach.
+Memory is counted, not measured: the bytes of the blocks that one sequence holds, from the code that allocates them. The
+rival is a layout in which every layer keeps the keys and values of all positions (a recurrent layer counts like one of
+the model's attention layers; mamba2 has none). Times to the first token come in pairs, as in workloads.py. The cache is
+reset, a prompt runs (the miss), then a prompt with the same beginning and another end (the hit). Over all pairs each
+prompt is a miss once and a hit once, and its two answers must be the same tokens. The hit rate is that of six turns of
+a conversation, in which each prompt holds all turns before it; the limit is the rate if hits could end at any token.
 
-A state is saved where prompts part only when a third prompt comes, so the shared beginning is marked as a message,
-as chat() marks the system prompt.
+Without a mark, the cache saves a state at the point where two prompts differ only when a third prompt comes. So the
+script marks the shared beginning as a message, as chat() marks the system prompt.
 
     python benchmarks/hybrid.py [--repeats N] [--quick] [--json] [--seed N]
 """
@@ -122,11 +122,11 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
     | {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "mamba2": {"hidden_size": 64, "num_hidden_layers": 4, "num_heads": 8, "head_dim": 16, "state_size": 16},
 }
-"""What makes the models tiny, for a run that only shows that the script works."""
+"""Settings that make the models tiny, for a run that only shows that the script works."""
 
 
 def save_model(name: str, folder: Path, *, quick: bool, seed: int) -> int:
-    """Write a random checkpoint; its number of parameters."""
+    """Writes a random checkpoint. Returns its number of parameters."""
     kind, options = MODELS[name]
     sizes = {**options, **(QUICK[name] if quick else {})}
     config = AutoConfig.for_model(
@@ -148,13 +148,13 @@ def save_model(name: str, folder: Path, *, quick: bool, seed: int) -> int:
 
 @dataclass(frozen=True)
 class Held:
-    """What one running sequence holds."""
+    """The memory that one running sequence holds."""
 
     num_tokens: int
     bytes_per_token: float
     tokens_per_gib: int
     all_full_tokens_per_gib: int | None
-    """If every layer kept all keys and values; None if no layer has any."""
+    """Tokens per GiB if every layer kept all keys and values; None if no layer has keys and values."""
     ratio: float | None
 
 
@@ -184,7 +184,7 @@ def measure_memory(llm: LLM) -> list[Held]:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """Medians over pairs of a miss and a hit."""
+    """Median times to the first token over pairs of a miss and a hit."""
 
     miss_ms: float
     hit_ms: float
@@ -229,7 +229,7 @@ def measure_first_token(llm: LLM, repeats: int, vocab_size: int, seed: int) -> F
 
 @dataclass(frozen=True)
 class HitRate:
-    """Of a conversation's prompts."""
+    """The hit rate of a conversation's prompts."""
 
     hit_rate: float
     token_exact_hit_rate: float

@@ -1,7 +1,7 @@
-"""What KV in codes of eight bits holds, costs and changes, beside KV in the model's own type.
+"""KV in codes of eight bits beside KV in the model's own dtype: tokens held, time, and changes of the output.
 
     PYTHONPATH=src python benchmarks/kv_formats.py MODEL             a folder or hub id (about 3 minutes for 135M)
-    ... --dtype float32                                              of activations, and so of the plain KV
+    ... --dtype float32                                              dtype of activations and of the plain KV
     ... --context 8192 --prompt 1024 --requests 1,4 --rounds 7       what is timed
     ... --texts FOLDER                                               texts for the quality (default: docs/)
 
@@ -9,15 +9,15 @@
 2. Seconds of one decoding step after `--context` tokens, and of a prompt of `--prompt` tokens, whole model, the two
    formats in alternating rounds on the same weights. The contexts' KV is random numbers, on which times do not depend.
    Wall time is the median round; processor time is the sum of all rounds, which other programs disturb less.
-3. Quality: for ten texts, the mean over all positions of KL(own type || int8) between the next tokens' distributions,
-   in nats; the largest of a text; and the share of positions whose likeliest token is the same.
+3. Quality, over ten texts: the mean over all positions of KL(own dtype || int8) between the distributions of the next
+token, in nats; the largest mean of a text; and the share of positions whose likeliest token is the same.
 
     python benchmarks/kv_formats.py --gguf PATH.gguf --llama-python PATH [--context 8192] [--rounds 7] [--threads N]
 
-llama.cpp beside it (`-ctk q8_0 -ctv q8_0`), on one GGUF file and in one run: processor time of a token after a prompt
-of `--context` random tokens, and of that prompt, each engine with its own KV and with KV in codes, in turn. Without
-`--llama-python`, foreword alone. Threads: as many as processors. On a busy machine take one: several spin while they
-wait for each other.
+This compares foreword with llama.cpp (`-ctk q8_0 -ctv q8_0`) on one GGUF file in one run, each engine alternately with
+plain KV and with KV in codes: processor time of a token after a prompt of `--context` random tokens, and of that
+prompt. Without `--llama-python`, foreword runs alone. The default is a thread for each processor. On a busy machine use
+one thread, because several threads spin while they wait for each other.
 
 The last line is JSON.
 """
@@ -51,7 +51,7 @@ from foreword.text import Tokenizer
 
 NUM_TEXTS, TEXT_TOKENS = 10, 256
 DECODED = 32
-"""Tokens after a prompt, when engines are compared."""
+"""Tokens that are decoded after a prompt, when engines are compared."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -67,7 +67,7 @@ def fill(pool: FormatPool) -> None:
 
 
 def alternate(runs: dict[str, Callable[[], Any]], rounds: int, *, before: str, after: str) -> dict[str, Any]:
-    """Seconds of each in alternating rounds after one that warms up, and how much faster `after` is than `before`."""
+    """Seconds of both in alternating rounds, after a warm-up round, and how much faster `after` is than `before`."""
     wall: dict[str, list[float]] = {name: [] for name in runs}
     processor = dict.fromkeys(runs, 0.0)
     for number in range(rounds + 1):
@@ -87,7 +87,7 @@ def alternate(runs: dict[str, Callable[[], Any]], rounds: int, *, before: str, a
 
 
 def times(model: LoadedModel, args: argparse.Namespace) -> dict[str, Any]:
-    """Decoding steps and prompts."""
+    """Times decoding steps and prompts."""
     found, rng = {}, np.random.default_rng(0)
     for count in (int(number) for number in args.requests.split(",")):
         rivals = both_formats(model, count * args.context)
@@ -122,7 +122,7 @@ def read_texts(folder: Path, model: str) -> list[list[int]]:
 
 
 def beside_llama(args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of processor time of each engine and format: the medians, and codes over own."""
+    """Median processor milliseconds of each engine and format, and the ratio of KV in codes to plain KV."""
     rivals = {"foreword": ("foreword", sys.executable, "auto"), "foreword int8": ("foreword", sys.executable, "int8")}
     if args.llama_python:
         rivals |= {"llama.cpp": ("llama.cpp", args.llama_python, "auto")}
@@ -136,7 +136,7 @@ def beside_llama(args: argparse.Namespace) -> dict[str, Any]:
             options = Options(args.gguf, args.threads, 1 << 30, most, 1, drafts=False, weights="auto", kv=kv)
             engines[name] = EngineProcess(engine, python, options, Path(folder) / f"{name}.log")
             closes.callback(engines[name].close)
-            engines[name].generate([rng.integers(3, num_tokens, 64).tolist()], 2)  # what a first call does besides
+            engines[name].generate([rng.integers(3, num_tokens, 64).tolist()], 2)  # pays what only a first call pays
         for number in range(args.rounds):
             prompt = rng.integers(3, num_tokens, args.context).tolist()
             for name, engine in list(engines.items())[:: -1 if number % 2 else 1]:

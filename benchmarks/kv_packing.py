@@ -1,9 +1,9 @@
-"""How far stored KV packs without loss, and how fast: zstd of the bytes that hold exponents, the others as they are.
+"""How much stored KV shrinks without loss, and how fast: zstd packs the bytes with exponents and leaves the others.
 
-A real checkpoint reads 1,024 tokens of this repository's pages. Its KV is cut as a tier stores it: 16 tokens of all
-layers. In bfloat16 and float32 the highest byte of each number holds the sign and all but one bit of the exponent;
-lower bytes are noise, which nothing packs. In 8 bits (a scale for each token and head) the whole number is packed.
-The disk's rate is that of a file of 512 MiB past the page cache, where the system allows that.
+A real checkpoint computes 1,024 tokens of this repository's pages. Their KV is cut as a tier stores it: 16 tokens of
+all layers. In bfloat16 and float32 the highest byte of each number holds the sign and all but one bit of the exponent.
+The lower bytes are noise, which no packer shrinks. KV in 8 bits (with a scale for each token and head) is packed whole.
+The disk's rate is that of reading a file of 512 MiB past the page cache, where the system allows that.
 
     python benchmarks/kv_packing.py --model FOLDER [--level N] [--repeats N]        needs: pip install zstandard
 
@@ -42,7 +42,7 @@ def fastest(run: Callable[[], Any], repeats: int) -> tuple[float, Any]:
 
 
 def keys_and_values(folder: str) -> list[torch.Tensor]:
-    """Of each layer [tokens, heads, dim], float32."""
+    """Keys and values of each layer, [tokens, heads, dim], float32."""
     text = "\n".join((Path(__file__).parents[1] / page).read_text() for page in PAGES)
     token_ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[:, :TOKENS]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

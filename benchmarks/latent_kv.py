@@ -1,17 +1,19 @@
-"""What latent KV holds and costs, beside the same model with expanded KV in transformers' modules.
+"""Bytes and time of latent KV, beside the same model with expanded KV in transformers' modules.
 
     PYTHONPATH=src python benchmarks/latent_kv.py                    layers of DeepSeek-V2-Lite (about 4 minutes)
     ... --family minicpm3                                            layers of MiniCPM3-4B, without experts
-    ... --layers 4 --experts 16                                      how much of it; weights are random
+    ... --layers 4 --experts 16                                      number of layers and experts; random weights
     ... --context 8192 --prompt 1024 --requests 1,4 --rounds 5       what is timed
     ... --dtype float32 --threads 1
 
 1. Bytes of KV a token, of each path.
-2. Seconds of a decoding step after `--context` tokens and after 16, and of a prompt of `--prompt` tokens, whole model,
+2. Seconds that the whole model takes for a decoding step after `--context` tokens and after 16, and for a prompt of
+`--prompt` tokens,
    in alternating rounds on the same weights. The contexts' KV is random numbers, on which times do not depend.
 
-V2-Lite has 27 layers and 64 experts in 26 of them, of which a token takes 6, as here; fewer are stored, so that the
-models fit. Experts are faster in written families than in transformers' modules, with any KV; MiniCPM3 has none.
+V2-Lite has 27 layers, 26 of them with 64 experts. A token uses 6 experts, as here, but this model has fewer layers and
+experts, so that it fits into memory. With any KV, experts run faster in foreword's code than in transformers' modules;
+MiniCPM3 has no experts.
 
 Wall time is the median round; processor time is the sum of all rounds, which other programs disturb less. The last line
 is JSON.
@@ -53,7 +55,7 @@ V2_LITE = {
     "max_position_embeddings": 32_768,
 }
 MINICPM3 = {"num_attention_heads": 40, "max_position_embeddings": 32_768}
-"""The defaults of transformers are the other sizes."""
+"""Sizes of MiniCPM3-4B that differ from the defaults of transformers."""
 
 
 def save_model(folder: Path, family: str, layers: int, experts: int) -> None:
@@ -65,7 +67,7 @@ def save_model(folder: Path, family: str, layers: int, experts: int) -> None:
 
 
 def times(models: dict[str, LoadedModel], args: argparse.Namespace) -> dict[str, Any]:
-    """Decoding steps and prompts."""
+    """Times decoding steps and prompts."""
     found, rng = {}, np.random.default_rng(0)
     vocab = models["latent"].vocab_size
 

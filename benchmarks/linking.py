@@ -1,31 +1,33 @@
 """What linking saves, and what it costs in answers.
 
-Quality: a model answers questions about documents in parts, greedy; an answer is right if it contains the right one.
-The same questions go to every method and to `all`, the plain prompt; blocks hold one token, so that nothing but the
-method decides what is linked.
+Quality: a model answers questions about documents in parts, by greedy decoding. An answer is right if it contains the
+right one. The same questions go to every method and to `all`, the plain prompt. Blocks hold one token, so that the
+method alone decides which tokens are linked.
 
-- `independent`              T1: facts alone; nothing that a question needs lies in two parts: a check, not a result
+- `independent`              T1: facts alone; no question needs two parts, so this is a check, not a result
 - `cut-16`, `-64`, `-256`    T2: the same text cut every 16 tokens (64, 256), in the middle of facts
-- `parameters`               T3: a line "The code of the <argument> is 4821."; the text after the argument is computed
+- `parameters`               T3: a line "The code of the <argument> is 4821."; text after the argument is computed
 - `order`                    T4: a fact is stated again in a later part, and the last statement holds
 - `scope`                    T5: "In Lisbon:" in one part, facts of Lisbon in the next
 - `hops`                     T6: "The keeper of the amber falcon is Maria." in one part, "The home of Maria is Oslo."
                              in another
 - `leak`                     T7: asks for a fact of a part that is cached and not in the prompt
 
-Negative controls show that the tasks can tell: `no-rotation` copies keys without turning them to their new positions,
-`shuffled-values` gives each copied token the values of another one, and `not-behind` (parameters alone) links the text
-after the argument. `leak` has to stay at chance in every arm.
+Negative controls show that the tasks can detect errors. `no-rotation` copies keys without rotating them to their new
+positions. `shuffled-values` gives each copied token another token's values. `not-behind` (`parameters` only) links the
+text after the argument. `leak` has to stay at chance with every method and control.
 
-Speed: a model with random weights, documents of random tokens, a question of 16 tokens, and one generated token; so the
-time of the call is that to the first token, with the choice of what is linked. Medians of rounds in which the arms take
-turns, each with other documents of a shelf, so that sources are cached and what is linked has to be copied:
+Speed: a model with random weights answers a question of 16 tokens about documents of random tokens with one token, so
+the time of the call is the time to the first token, including the choice of the tokens to link. Figures are medians of
+rounds in which the arms alternate. Each prompt takes other documents from a shelf, so that their sources are cached and
+linked tokens have to be copied:
 
 - `full`       nothing cached                    - `prefix`   the whole prompt cached
 - `none`, `first-16`, `deviation-15`             - `all`      sources cached, all but the first computed again
 
-The limit beside a time is what the machine's arithmetic and memory rates, measured before and after, allow: each token
-computed once, weights and KV read once, copied KV read and written once. That of `deviation-15` leaves out its choice.
+The limit of a time is what the machine's arithmetic and memory rates, measured before and after, allow: each token
+computed once, weights and KV read once, copied KV read and written once. The limit of `deviation-15` leaves out the
+time to choose its tokens.
 
     PYTHONPATH=src:benchmarks python benchmarks/linking.py [--quick] [--only quality|speed] [--model FOLDER]
         [--dtype float32] [--pool-tokens 8000] [--controlled first-16] [--tasks order,scope]
@@ -68,9 +70,9 @@ METHODS = ("none", *(f"first-{k}" for k in FIRST), *(f"deviation-{share}" for sh
 SIZES = ((512, 2), (512, 4), (1024, 8), (2048, 16))
 """Tokens of the documents, and the number of parts."""
 POOL_TOKENS = 40_000
-"""Prompts of a quarter of these tokens, about, run together, so that documents are computed once for all methods."""
+"""Tokens of the pool. Prompts of about a quarter run together, so that documents are computed once for all methods."""
 SHELF = 4
-"""Documents on the shelf, for each document of a timed prompt."""
+"""The number of documents on the shelf for each document of a timed prompt."""
 LINKED = ("none", "first-16", "deviation-15", "all")
 TIMED: tuple[tuple[str, str | None], ...] = (("full", None), ("prefix", None), *((name, name) for name in LINKED))
 """Arms of the speed part, and their methods."""
@@ -83,11 +85,11 @@ FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Quality:
-    """What is asked, of which model."""
+    """The questions, and the model that they go to."""
 
     model: Path | None
     options: dict[str, Any]
-    """Of the LLM."""
+    """Keywords for `LLM`."""
     tasks: Sequence[str]
     sizes: Sequence[tuple[int, int]]
     methods: Sequence[str]
@@ -99,7 +101,7 @@ class Quality:
 
 
 def quality(asked: Quality) -> dict[str, Any]:
-    """Right answers, agreement with `all` and computed share, by task and method over all sizes, and of each size."""
+    """Right answers, agreement with `all` and share of computed tokens by task and method, of all sizes and of each."""
     cells: list[dict[str, Any]] = []
     total: dict[str, dict[str, Tally]] = {}
     longest = max(tokens for tokens, _ in asked.sizes)
@@ -131,7 +133,7 @@ def quality(asked: Quality) -> dict[str, Any]:
 
 
 def arms(task: str, methods: Sequence[str], controlled: str) -> list[Arm]:
-    """The methods, and the controls, in namespaces of their own: what they cache is not what its keys say."""
+    """The methods and the controls. Controls whose KV does not fit its keys have their own cache namespace."""
     controls = [
         Arm("no-rotation", Method.parse(controlled), "no-rotation", unrotated),
         Arm("shuffled-values", Method.parse(controlled), "shuffled-values", shuffled),
@@ -142,12 +144,12 @@ def arms(task: str, methods: Sequence[str], controlled: str) -> list[Arm]:
 
 
 def unrotated(llm: LLM) -> AbstractContextManager[None]:
-    """Keys are copied as they are."""
+    """A context in which keys are copied without rotation."""
     return _moving(llm, lambda move, moves: move([one._replace(shift=0) for one in moves]))
 
 
 def shuffled(llm: LLM) -> AbstractContextManager[None]:
-    """Each copied token has the values of another one that was copied with it."""
+    """A context in which each copied token gets the values of another token of the same copy."""
     storage, generator = mover_of(llm)._storage, torch.Generator().manual_seed(0)
 
     def moved(move: Callable[[Sequence[Move]], None], moves: Sequence[Move]) -> None:
@@ -178,7 +180,7 @@ def mover_of(llm: LLM) -> KeyMover:
 
 
 def shown(found: dict[str, Tally]) -> dict[str, dict[str, Any]]:
-    """What JSON reports for each arm. Times are left out, because prompts ran together."""
+    """The figures of each arm for the JSON line. Times are left out, because prompts ran together."""
     told = {name: own.as_json() for name, own in found.items()}
     for own in told.values():
         del own["ttft_ms"]
@@ -186,7 +188,7 @@ def shown(found: dict[str, Tally]) -> dict[str, dict[str, Any]]:
 
 
 def curves(tables: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
-    """By task: method, share of tokens computed and right answers, in ascending order of the share."""
+    """By task: the methods with their share of computed tokens and of right answers, in the order of the former."""
     return {
         task: sorted(
             ((name, own["computed_share"], own["right"]) for name, own in table.items()), key=lambda row: row[1:]
@@ -238,9 +240,7 @@ def copy_s(shape: RandomModelShape, rates: Rates, num_tokens: int) -> float:
 
 
 def limit_ms(shape: RandomModelShape, rates: Rates, output: RequestOutput) -> float:
-    """Least time of what an output's request had to do: its copies, and one pass over what was neither cached nor
-    linked.
-    """
+    """The least milliseconds of a request: its copies, and a pass over the tokens neither cached nor linked."""
     linked, copied = (output.link.linked_tokens, output.link.copied_tokens) if output.link else (0, 0)
     num_tokens = len(output.prompt_token_ids)
     num_computed = num_tokens - output.num_cached_tokens - linked
@@ -250,14 +250,14 @@ def limit_ms(shape: RandomModelShape, rates: Rates, output: RequestOutput) -> fl
 def time_arms(
     llm: LLM, shape: RandomModelShape, number: int, length: int, rounds: int, seed: int
 ) -> tuple[dict[str, float], dict[str, RequestOutput]]:
-    """Median milliseconds to the first token by arm, and the last output of each."""
+    """Median milliseconds to the first token by arm, and each arm's last output."""
     rng = np.random.default_rng((seed, number, length))
     times: dict[str, list[float]] = {}
     outputs: dict[str, RequestOutput] = {}
     documents = [rng.integers(0, shape.vocab_size, length).tolist() for _ in range(SHELF * number)]
     llm.reset_prefix_cache()
     llm.generate([{"prompt_token_ids": document} for document in documents], FIRST_TOKEN, show_progress=False)
-    for at in range(0, len(documents), number):  # what the choice by deviation keeps of documents
+    for at in range(0, len(documents), number):  # fills what the choice by deviation keeps for documents
         shelf = {"documents": [[0], *documents[at : at + number]], "question": [0]}
         llm.generate(shelf, FIRST_TOKEN, link="deviation-15")
     for arm, prompt, link in rounds_of(rng, documents, number, shape.vocab_size, rounds):
@@ -276,9 +276,9 @@ def time_arms(
 def rounds_of(
     rng: np.random.Generator, documents: Sequence[list[int]], number: int, vocab_size: int, rounds: int
 ) -> Iterator[tuple[str, Any, str | None]]:
-    """The arms of each round, each with some of the documents in random order; the first round warms up.
+    """Yields the arms of each round, each with some documents in random order. The first round warms up.
 
-    No two prompts begin with the same two documents: what an arm has to compute or copy is cached for none.
+    No two prompts begin with the same two documents, so nothing that an arm should compute or copy is cached already.
     """
     firsts = iter(rng.permutation([*permutations(range(len(documents)), 2)]).tolist())
     for _ in range(rounds + 1):
@@ -290,7 +290,7 @@ def rounds_of(
 
 
 def time_moves(llm: LLM, num_tokens: int) -> float:
-    """Microseconds a token to copy and turn KV in all layers, the median of 20 times."""
+    """Median microseconds per token, of 20 runs, to copy the KV of all layers and rotate its keys."""
     mover = mover_of(llm)
     move = [Move(np.arange(num_tokens), np.arange(num_tokens, 2 * num_tokens), 123)]
     times = []

@@ -2,7 +2,7 @@
 
     python benchmarks/linking_figure.py benchmarks/results/linking.json docs/images/linking.svg [--size 512x4]
 
-The file holds the last lines of `benchmarks/linking.py`, by a name for the model. Needs matplotlib.
+The file maps a model's name to the JSON line of `benchmarks/linking.py` for that model. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 CURVES = {"first": "first-K", "deviation": "deviation-R"}
-"""What the names of a curve's methods begin with; `none` begins every curve and `all` ends it."""
+"""A curve's method names begin with the key. Every curve begins with `none` and ends with `all`."""
 COLUMNS = 4
 
 
 def share_right(found: dict[str, Any]) -> float | None:
-    """Older results have exact matches: answers that are nothing but the right one."""
+    """The share of right answers. Older results count exact matches instead: answers that are the right one alone."""
     share: float | None = found.get("right", found.get("exact_match"))
     return share
 
 
 def panels(reports: dict[str, Any], size: str) -> dict[str, dict[str, Any]]:
-    """The cells of a size by title, except those where `none` is as good as `all`, or where one was not asked."""
+    """The cells of a size by title, without those where `none` is as good as `all` or one was not measured."""
     found = {}
     for name, report in reports.items():
         for cell in report["cells"]:
@@ -41,7 +41,7 @@ def curve(methods: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 
 
 def draw(cells: dict[str, dict[str, Any]], file: Path) -> None:
-    """One panel a cell. Bars are 95% intervals."""
+    """Draws a panel for each cell. Bars are 95% intervals."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -1,12 +1,11 @@
-"""The start: seconds of `foreword generate` until its first token, and its memory, beyond those of `import torch`.
+"""Seconds and memory that `foreword generate` takes until its first token, beyond those of `import torch`.
 
-Both run in processes of their own, in turn, in a new order each round. The clock runs from the start of the process to
-the first byte it writes; processor time is the whole process's, all threads, and memory is the most that was resident
-at any moment. A checkpoint of Qwen2-0.5B's shape with
-random weights and a tokenizer of 32,000 tokens is made by this script unless `--model` names one. One round before the
-others is not counted: it fills the page cache and compiles what is compiled once per machine, modules of Python among
-it, even where the environment forbids Python to keep them. `--against` adds the same from the `src` folder of another
-checkout.
+Each command runs in its own process, one after the other, in a new order each round. Wall time lasts from the start of
+the process to the first byte that the process writes. Processor time is that of all threads of the whole process, and
+memory is the largest resident size. Without `--model`, the script makes a checkpoint of Qwen2-0.5B's shape with random
+weights and a tokenizer of 32,000 tokens. A first round is not counted: it fills the page cache and compiles what is
+compiled once per machine, including Python modules, even where the environment forbids Python to keep these.
+`--against` also measures foreword from the `src` folder of another checkout.
 
     python benchmarks/load.py [--rounds 7] [--model FOLDER|FILE.gguf] [--against OTHER/src] [--json]
 """
@@ -27,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 Costs = tuple[float, float, float]
-"""Seconds to the first byte of output, of processor time until the process ended, and megabytes that were resident."""
+"""Seconds to the first byte of output, processor seconds of the whole process, and most resident megabytes."""
 MAKE = """
 import sys
 from pathlib import Path
@@ -43,18 +42,18 @@ GENERATE = ("--prompt-token-ids", "5,17,9", "--max-tokens", "1", "--kv-cache-mem
 
 @contextmanager
 def checkpoint(given: Path | None) -> Iterator[Path]:
-    """The folder that is given, or one made for the time of the measurement."""
+    """Yields the given folder, or one that exists only during the measurement."""
     if given is not None:
         yield given
         return
     with tempfile.TemporaryDirectory() as folder:
-        # In a process of its own: what a parent has resident counts as its children's.
+        # A separate process makes the model, because a child's peak memory begins with the resident size of its parent.
         subprocess.run([sys.executable, "-c", MAKE, folder], check=True, cwd=Path(__file__).parent)
         yield Path(folder)
 
 
 def start(command: list[str], sources: Path | None) -> Costs:
-    """What a Python process takes with its modules from `sources`."""
+    """The costs of a Python process that imports modules from `sources`."""
     environment = dict(os.environ)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if sources is not None:
@@ -91,7 +90,7 @@ def measure(folder: Path, rounds: int, against: Path | None) -> dict[str, list[C
 
 
 def report(found: dict[str, list[Costs]]) -> dict[str, dict[str, float]]:
-    """Medians and least costs; beyond torch: the median of the rounds' differences, the difference of least costs."""
+    """Medians and minima; beyond torch, the median of the rounds' differences and the difference of the minima."""
     result = {}
     for name in found:
         row = {}

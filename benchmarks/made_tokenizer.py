@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a byte-level tokenizer of at most that many tokens, trained on Python's own library, beside a model."""
+    """Trains a byte-level tokenizer of at most `vocab_size` tokens on Python's library. Writes it beside a model."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

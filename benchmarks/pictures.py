@@ -1,7 +1,7 @@
 """A first and a second question about a picture, on a random model of SmolVLM-256M's shape or on a real one.
 
-Prints the time to the first token of both, and what a picture that is known adds: reading its file, placing its tokens,
-and finding its rows. The last line is JSON.
+Prints the time to the first token of both questions, and the time that an already known picture adds: to read its file,
+place its tokens, and find the rows that the encoder computed. The last line is JSON.
 
     .venv/bin/python benchmarks/pictures.py
     .venv/bin/python benchmarks/pictures.py --vision-layers 2 --text-layers 4 --repeats 2
@@ -61,13 +61,13 @@ def main() -> None:
 
 
 def measure(folder: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Times to the first token, and what a known picture adds."""
+    """Seconds to the first token of both questions, and milliseconds that a known picture adds."""
     first, second, known, rows = list[float](), list[float](), list[float](), list[float]()
     with LLM(folder, dtype="float32", kv_cache_memory_bytes="1GB", max_model_len=4096, self_check=False) as llm:
         pictures, encoded = llm.pictures, llm.encoded_pictures
         assert pictures is not None
         assert encoded is not None
-        ask(llm, png(64, 64, 99), "Why?")  # what a first request alone pays
+        ask(llm, png(64, 64, 99), "Why?")  # pays what only a first request pays
         encoded.seconds = 0.0
         for number in range(options.repeats):
             data = png(options.width, options.height, number)
@@ -138,7 +138,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def png(width: int, height: int, seed: int) -> bytes:
-    """A file with a picture that no other one equals."""
+    """A PNG file whose picture differs for each seed."""
     from PIL import Image
 
     small = np.random.default_rng(seed).integers(0, 256, (height // 16, width // 16, 3), np.uint8)

@@ -1,10 +1,10 @@
 """Linear layers from weights of 12 bits: ours beside oneDNN's, in time and in bits.
 
-For every shape and number of rows both compute the same product in turn, in one process; where there are AMX tiles, a
-second process does the same with oneDNN kept to vectors, as foreword keeps it. Rows whose bits depend on how many rows
-there are, are counted: 512 rows are the reference for the first rows among fewer. Then the products of a whole step of
-24 such layers, whose weights come from memory: oneDNN reads 16 bits of each, ours 12. On a processor that multiplies
-no bfloat16 it says so and stops.
+For every shape and number of rows, foreword and oneDNN compute the same product alternately in one process. On
+processors with AMX tiles, a second process repeats this with oneDNN restricted to vectors, as foreword restricts it.
+The script also counts the numbers of rows that change a row's bits: the reference are the first rows of a product of
+512. Then come all products of a step of 24 such layers, with weights from memory: oneDNN reads 16 bits of each weight,
+foreword 12. On a processor without bfloat16 products the script says so and stops.
 
     python benchmarks/products.py [--repeats 15] [--threads N] [--json]
 """
@@ -28,7 +28,7 @@ from foreword.kernels.llvm import tiles
 from foreword.model.cpu.product import CompactProduct, can_multiply
 
 SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
-"""Outputs and inputs of Qwen2-0.5B's layers: projections, output, gate and up, down."""
+"""(outputs, inputs) of the matrices of Qwen2-0.5B's layers: query, key and value; output; gate and up; down."""
 ROWS = (1, 16, 64, 256, 1024)
 NUM_LAYERS, STEP_ROWS = 24, (1, 8, 16, 64, 256)
 CHECKED = (*range(1, 70), 80, 96, 100, 112, 128, 160, 192, 224, 256, 320, 384, 448)
@@ -36,7 +36,7 @@ INSTRUCTIONS = {"tiles": "AVX10_1_512_AMX", "vectors": "AVX512_CORE_FP16"}
 
 
 def in_turn(one: Callable[[], Tensor], two: Callable[[], Tensor], repeats: int) -> tuple[float, float]:
-    """Median microseconds of both."""
+    """Median microseconds of both products, run alternately."""
     spent: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats + 1):
         for function, times in zip((one, two), spent, strict=True):
@@ -47,13 +47,13 @@ def in_turn(one: Callable[[], Tensor], two: Callable[[], Tensor], repeats: int) 
 
 
 def deviating(product: Callable[[Tensor], Tensor], rows: Tensor) -> int:
-    """Of CHECKED numbers of rows, how many give a row other bits than 512 rows do."""
+    """The number of row counts in CHECKED that give a row other bits than 512 rows do."""
     reference = product(rows[:512])
     return sum(not torch.equal(product(rows[:count]), reference[:count]) for count in CHECKED)
 
 
 def onednn_product(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """The library's packed product."""
+    """oneDNN's product with packed weights."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
 
     def product(x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def random_weight(outputs: int, inputs: int, seed: int = 0) -> Tensor:
 
 
 def measure(repeats: int, threads: int) -> dict[str, list[dict[str, float]]]:
-    """In a process whose oneDNN has its instructions from the environment."""
+    """Measures in a process whose environment says which instructions oneDNN may use."""
     torch.set_num_threads(threads)
     found = []
     for outputs, inputs in SHAPES:
@@ -85,7 +85,7 @@ def measure(repeats: int, threads: int) -> dict[str, list[dict[str, float]]]:
 
 
 def measure_steps(repeats: int) -> list[dict[str, float]]:
-    """All products of a step, every weight of which comes from memory."""
+    """Times all products of a step. Every weight comes from memory, not from a cache of the processor."""
     theirs, ours = [], []
     for layer in range(NUM_LAYERS):
         for outputs, inputs in SHAPES:

@@ -4,14 +4,13 @@
     ... --trace mooncake_conversation_trace.jsonl                   a recording in Mooncake's format instead
     ... --quick                                                     small, to see that it works
 
-The recording is written `--copies` times over, each time with other ids, so that memory grows as it would. Measured:
-the whole command in a process of its own, reading alone, reading with `json.loads` alone (the limit of any reader of
-this format in plain Python), LRU alone on requests in memory, and peak memory for each different block. Then the
-first hour of the recording is served by 8 replicas of an 8B model under `value`.
+The script writes the recording `--copies` times, each time with other ids, so that memory grows as with a longer
+recording. It measures the whole command in a process of its own, reading alone, `json.loads` of each line alone (the
+limit of any reader of this format in plain Python), LRU alone on requests in memory, and peak memory per different
+block. Then 8 replicas of an 8B model serve the first hour of the recording under `value`.
 
-Figures are seconds of processor time, which others on the machine disturb less than the clock; rounds alternate and
-medians are reported. The command uses one processor, so that its wall time on an idle machine is the same. The last
-line is JSON.
+Figures are seconds of processor time, which other programs disturb less than wall time. They are medians of alternating
+rounds. The command uses one processor, so its wall time on an idle machine is the same. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def lru(requests: list[RecordedRequest]) -> None:
 
 
 def run_command(file: Path, *more: str) -> tuple[dict[str, Any], float, float, float]:
-    """Report, processor seconds, wall seconds, MiB at most."""
+    """Runs the command. Returns its report, processor seconds, wall seconds and peak MiB."""
     command = [sys.executable, "-m", "foreword.cli", "replay", str(file), "--policy", "lru", "--json"]
     began = time.perf_counter()
     with subprocess.Popen(
@@ -122,7 +121,7 @@ def run_command(file: Path, *more: str) -> tuple[dict[str, Any], float, float, f
 
 
 def measure_lru(file: Path, num_blocks: int, rounds: int) -> dict[str, Any]:
-    """Seconds by part, blocks a second, bytes a block."""
+    """Processor seconds by part, blocks per second, and bytes per block."""
     run_command(file, "--max-requests", "1")  # compiles
     *_, mib_at_rest = run_command(file, "--max-requests", "1")
     report, *_, mib = run_command(file)  # while this process is small: a new one begins with its memory counted
@@ -156,7 +155,7 @@ def first_hour(file: Path) -> Iterator[RecordedRequest]:
 
 
 def measure_hour(file: Path) -> dict[str, Any]:
-    """The first hour of a recording, on 8 replicas."""
+    """Serves the first hour of a recording on 8 replicas in simulated time. Returns what that took."""
     options = ServingOptions(
         CAPACITY,
         StepCost.of_model(LLAMA_8B, flops_per_s=4e14, bytes_per_s=2.5e12),

@@ -1,8 +1,9 @@
 """Decoding with sampling beside greedy decoding, on a real checkpoint: what a draw costs at its size of vocabulary.
 
-Each kind of sampling is interleaved with greedy decoding (A B C, then C B A, ...), so a ratio compares times of one
-minute. Prompts are pieces of this repository's architecture page, different in every round. No drafts: they would
-answer how repetitive a model is. `engine.py` has the same kinds for random weights, and more engines.
+Each kind of sampling is interleaved with greedy decoding (A B C, then C B A, ...), so a ratio compares times of the
+same minute. Prompts are pieces of this repository's architecture page, different in every round. Drafts are off,
+because with drafts the speed would depend on how repetitive the answers are. `engine.py` measures the same kinds of
+sampling with random weights and more engines.
 
     python benchmarks/sampled.py --model FOLDER [--vllm-python PATH] [--dtype float32] [--repeats N]
 

@@ -1,20 +1,21 @@
-"""Orders of service: hits, tokens per second and first tokens, by workload and pool, simulated and in an engine.
+"""Compares orders of service by hits, tokens per second and time to the first token, simulated and in an engine.
 
     PYTHONPATH=src python benchmarks/scheduling.py [--quick] [--traces FOLDER] [--only TEXT] [--no-engine]
 
-The simulator of `foreword replay` serves made-up and recorded requests with the engine's own scheduler and cache, on a
-model of 8B at 4e14 FLOP/s. Pools hold an eighth to a half of the workload's different blocks.
+The simulator of `foreword replay` serves generated and recorded requests with the engine's real scheduler and cache,
+and an 8B model at 4e14 FLOP/s. Pools hold an eighth to a half of the workload's different blocks.
 
     batch     all requests come at once:   fcfs   prefix with no bound   dfs (`LLM.generate`'s order)
-    online    they come as fast as `LOADS` times what fcfs serves:   vllm   fcfs   prefix with `--max-overtake-s` 2, 30
+    online    they come at `LOADS` times the rate that fcfs serves:   vllm   fcfs   prefix with `--max-overtake-s` 2, 30
 
-`vllm` is order of arrival where an unfinished prompt takes the whole step; `fcfs` leaves room beside it. `share` is the
-part of the hits of unlimited memory, which no order and no eviction exceeds. `clairvoyant` is the share of Belady's
-rule in order of arrival. SGLang's authors report 96% of the optimum for their order on their benchmarks.
+`vllm` and `fcfs` both serve in order of arrival. In `vllm` an unfinished prompt takes the whole step; `fcfs` leaves
+room for other prompts. `share` is the number of hits over that of unlimited memory, which no order and no eviction
+exceeds. `clairvoyant` is the share of Belady's rule in order of arrival. SGLang's authors report 96% of the optimum for
+their order on their benchmarks.
 
-`engine` serves questions about documents with a small random model on this processor. `queue` is the time of a step in
-the queue, while 10,000 requests wait: processor time, the best of three rounds, because others disturb the machine. The
-last line is JSON.
+`engine` serves questions about documents with a small random model on this processor. `queue` is the processor time
+that a step spends in the waiting queue while 10,000 requests wait. It is the best of three rounds, because other
+programs disturb the machine. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ MODEL = {
     "torch_dtype": "bfloat16",
 }
 POOLS = (8, 4, 2)
-"""Parts of the working set that fit; of traces, a quarter."""
+"""A pool holds 1 / n of the working set, for each of these n. For recorded traces, n is 4."""
 LOADS = (0.9, 1.5)
 SGLANG_SHARE = 0.96
 UNBOUNDED = 1e8
@@ -61,13 +62,13 @@ UNBOUNDED = 1e8
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests in order of arrival, as block contents, and where they come from."""
+    """Requests in order of arrival, as lists of block contents, and their arrival times."""
 
     name: str
     prompts: list[list[int]]
     block_tokens: int = BLOCK
     times: list[float] | None = None
-    """Seconds; None: as the load says."""
+    """Arrival times in seconds; None: the load gives them."""
     num_output_tokens: Sequence[int] | None = None
 
     def requests(self, times: Sequence[float]) -> list[RecordedRequest]:
@@ -104,7 +105,7 @@ def documents(rng: np.random.Generator, scale: int) -> Workload:
 
 
 def few_shot(rng: np.random.Generator, scale: int) -> Workload:
-    """Thirty queries for each task, after a system prompt of all and the task's examples; tasks come mixed."""
+    """Thirty queries for each task, after a common system prompt and the task's examples. Tasks come mixed."""
     blocks = Blocks()
     system = blocks.new(20)
     tasks = [[*system, *blocks.new(60)] for _ in range(3 * scale)]
@@ -114,7 +115,7 @@ def few_shot(rng: np.random.Generator, scale: int) -> Workload:
 
 
 def tree_of_thoughts(rng: np.random.Generator, scale: int) -> Workload:
-    """Problems whose thoughts fork in three, four levels deep; the levels of all problems come mixed."""
+    """Problems whose thoughts branch in three, four levels deep. Requests of one level of all problems come mixed."""
     blocks = Blocks()
     levels: list[list[list[int]]] = [[blocks.new(40) for _ in range(2 * scale)]]
     for _ in range(3):
@@ -125,7 +126,7 @@ def tree_of_thoughts(rng: np.random.Generator, scale: int) -> Workload:
 
 
 def conversations(rng: np.random.Generator, scale: int) -> Workload:
-    """Conversations of six turns, each turn a while after the one before; many go on at a time."""
+    """Conversations of six turns with pauses between turns. Many conversations are open at a time."""
     blocks = Blocks()
     system = blocks.new(10)
     turns: list[tuple[float, list[int]]] = []
@@ -140,7 +141,7 @@ def conversations(rng: np.random.Generator, scale: int) -> Workload:
 
 
 def recorded(folder: Path, name: str, most: int) -> Workload:
-    """The beginning of a recorded trace, with its own times and blocks of 512 tokens."""
+    """The beginning of a recorded trace, with the recorded times and blocks of 512 tokens."""
     requests = list(TraceReader(folder / f"mooncake_{name}_trace.jsonl", max_requests=most))
     return Workload(
         f"{name} trace",
@@ -175,14 +176,14 @@ def figures(report: ServingReport, best: float) -> dict[str, float]:
 
 
 def best_ratio(requests: list[RecordedRequest], num_blocks: int) -> float:
-    """Share of the prompt tokens that Belady's rule finds in order of arrival; of each prompt one is computed."""
+    """The share of prompt tokens that Belady's rule finds in order of arrival. A token of each prompt is computed."""
     held = Optimum([request.keys for request in requests]).hits(num_blocks)
     tokens = sum(min(r.tokens_of(int(n)), r.num_prompt_tokens - 1) for r, n in zip(requests, held, strict=True))
     return tokens / sum(request.num_prompt_tokens for request in requests)
 
 
 def measure(workload: Workload, cost: StepCost) -> Iterable[dict[str, Any]]:
-    """One row for each pool and load; a load of 0 is the batch."""
+    """Figures of a workload, a row for each pool and load. A load of 0 means that all requests come at once."""
     at_once = workload.requests([0.0] * len(workload.prompts))
     working_set = len(np.unique(np.concatenate([request.keys for request in at_once])))
     longest = max(len(ids) for ids in workload.prompts)
@@ -225,7 +226,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 class Stopwatch:
-    """Adds up the time in some methods of an object, which it replaces."""
+    """Adds up the time in some methods of an object. Replaces the methods by timed ones."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -255,7 +256,7 @@ class Stopwatch:
 
 
 def queue_cost(num_waiting: int, num_steps: int) -> dict[str, float]:
-    """Milliseconds of processor time of a step in the queue, while many wait for documents that come and go."""
+    """Processor milliseconds per step in the queue, while many requests wait for documents that come and go."""
     rng = np.random.default_rng(1)
     num_blocks = 4_000
     manager = KVCacheManager(
@@ -289,7 +290,7 @@ def queue_cost(num_waiting: int, num_steps: int) -> dict[str, float]:
 
 
 def engine_run(quick: bool) -> dict[str, Any]:
-    """Shuffled questions about documents on a real engine, a quarter of them in the pool."""
+    """Serves shuffled questions about documents on a real engine whose pool holds a quarter of the documents."""
     from foreword import LLM
     from foreword.engine import Prompt
     from foreword.model.checkpoint.random_weights import RandomModelShape, save_random_model

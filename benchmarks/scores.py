@@ -1,8 +1,8 @@
-"""Scores of many items after one long query, with and without the cache, in turn, on one model.
+"""Scores of many items after one long query, with and without the cache, alternately on one model.
 
-Prints a line for each kind of score, and as its last line JSON: processor seconds and wall seconds an item, their
-ratios, whether all scores have equal bits, and the limit: the ratio of the tokens that are computed. `--computed` items
-are enough to know what an item costs without the cache.
+Prints a line for each kind of score. The last line is JSON: processor and wall seconds per item, their ratios, whether
+all scores have equal bits, and the limit, which is the ratio of the computed tokens. Only `--computed` items are scored
+without the cache, which is enough to know what an item costs there.
 
     .venv/bin/python benchmarks/scores.py --model FOLDER
     .venv/bin/python benchmarks/scores.py --model FOLDER --items 20 --query 500
@@ -22,7 +22,7 @@ from foreword import LLM, SamplingParams
 
 LABELS = (5, 6)
 WANTED = 15
-"""How many times as fast 100 items of 50 tokens after a query of 2,000 are to be with the cache."""
+"""The target ratio with the cache, for 100 items of 50 tokens after a query of 2,000."""
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
         query = rng.integers(10, vocab, options.query)
         items = [rng.integers(10, vocab, options.item) for _ in range(options.items)]
         prompts = [{"prompt_token_ids": [*query.tolist(), *item.tolist()]} for item in items]
-        llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # what a first request alone pays
+        llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # pays what only a first request pays
         kinds: dict[str, Callable[[bool], SamplingParams]] = {
             "labels": lambda cached: _params(cached, label_token_ids=LABELS),
             "label probabilities": lambda cached: _params(cached, logprob_token_ids=LABELS),

@@ -1,17 +1,17 @@
 """What the server costs: requests per second and time to first token over HTTP, beside the engine alone.
 
-Two workloads, as `vllm bench serve` has them: "shared prefix" (each question behind one of a few long documents)
-and "multi turn" (conversations that grow by a question and an answer). Each is run by 1, 16, 64 and 200 clients,
-each of which waits for its answer before it asks again, first cold (documents that the cache has never seen) and
-then warm (the same once more). The engine alone gets the same conversations in the same closed loop, in a process
-of its own, with no HTTP, no threads and no streams.
+Two workloads, as `vllm bench serve` has them: "shared prefix" (each question follows one of a few long documents) and
+"multi turn" (conversations that grow by a question and an answer). Each runs with 1, 16, 64 and 200 clients. A client
+waits for its answer before it asks again. A first round is cold (the cache has never seen the documents), a second
+round repeats it warm. The engine alone gets the same conversations in the same closed loop, in a process of its own,
+with no HTTP, no threads and no streams.
 
-The server's share is 1 - engine's CPU time / server's CPU time: processor time does not depend on what else runs
-on the machine; wall times do, and the clients of this benchmark share the server's processors, too. The engine
-works on the embedded model, which is so small that the server's share is as large as it gets; `--model` takes
-another, and `--model random` makes one of Qwen2-0.5B's shape (387M parameters; give it short `--document-words`).
+The server's share is 1 - engine's CPU time / server's CPU time. Processor time hardly depends on other programs; wall
+time does, and the clients of this benchmark use the server's processors, too. The engine works on the embedded model,
+which is so small that the server's share is as large as it gets. `--model` takes another model, and `--model random`
+makes one of Qwen2-0.5B's shape (387M parameters; use short `--document-words`).
 
-Last, the same warm conversations are asked in each dialect (chat, responses, Anthropic's, Gemini's), in turn.
+Last, clients ask the same warm conversations in each dialect (chat, responses, Anthropic's, Gemini's), one by one.
 
     python benchmarks/server.py [--quick] [--clients 1 16 64 200] [--model FOLDER|random] [--output FILE]
 """
@@ -56,7 +56,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large a workload is."""
+    """The size of a workload."""
 
     document_words: int
     num_turns: int
@@ -67,7 +67,7 @@ SHAPES = {"shared prefix": Shape(700, 1), "multi turn": Shape(60, 6)}
 
 @dataclass(slots=True)
 class Times:
-    """One run: what each request waited for, and what all of them cost."""
+    """The times of one run: each request's waiting times, and the processor time of all requests."""
 
     first_token_s: list[float] = field(default_factory=list)
     whole_s: list[float] = field(default_factory=list)
@@ -99,7 +99,7 @@ def _percentile(values: Sequence[float], share: int) -> float:
 def make_sessions(
     workload: str, num_clients: int, seed: int, *, quick: bool, document_words: int | None = None
 ) -> list[list[Message]]:
-    """Conversations: each a system message and its questions, to be asked one after the other."""
+    """Makes conversations. Each is a system message and questions, to be asked one after the other."""
     shape = SHAPES[workload]
     chance = Random(f"{workload} {num_clients} {seed}")
     count = num_clients * 2 if shape.num_turns == 1 else num_clients
@@ -197,7 +197,7 @@ class ClosedLoop:
 
 
 def run_engine(model: str) -> None:
-    """The other process: runs each line's conversations, `[sessions, number of clients]`, and answers in a line."""
+    """The other process: runs each line `[sessions, number of clients]`, and writes a line with the result."""
     from foreword import LLM
 
     with LLM(model, kv_cache_memory_bytes=KV_BYTES, max_num_seqs=MAX_NUM_SEQS, self_check=False) as llm:
@@ -208,7 +208,7 @@ def run_engine(model: str) -> None:
 
 
 class EngineAlone:
-    """An engine in a process of its own, as the server's is."""
+    """An engine that runs alone in a process of its own."""
 
     def __init__(self, model: str) -> None:
         command = [sys.executable, __file__, "--engine-only", "--model", model]
@@ -247,7 +247,7 @@ class Server:
         self.host, self.port = line.split("http://")[1].strip().split(":")
 
     def cpu_s(self) -> float:
-        """Processor time of all its threads so far."""
+        """Processor seconds of all threads of the server so far."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
@@ -259,7 +259,7 @@ class Server:
 async def run_server(
     server: Server, sessions: list[list[Message]], num_clients: int, speech: Speech = CHAT, **wish: Any
 ) -> Times:
-    """The same conversations over HTTP, streamed, by several clients. `wish` adds fields to the bodies."""
+    """Runs the conversations over HTTP, streamed, with several clients. `wish` adds fields to the bodies."""
     times = Times()
     waiting = iter([Conversation(session) for session in sessions])
     started, cpu = time.perf_counter(), server.cpu_s()
@@ -271,7 +271,7 @@ async def run_server(
 async def _client(
     server: Server, waiting: Iterator[Conversation], times: Times, speech: Speech, wish: dict[str, Any]
 ) -> None:
-    """Take one conversation after the other, over one connection."""
+    """Asks one conversation after the other over one connection."""
     reader, writer = await asyncio.open_connection(server.host, int(server.port), limit=2**22)
     for conversation in waiting:
         while (messages := conversation.ask()) is not None:
@@ -283,7 +283,7 @@ async def _client(
 async def _ask(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes, times: Times, speech: Speech
 ) -> str:
-    """One streamed answer. A client of a few lines, to leave the processor to the server."""
+    """Asks for one streamed answer. The client is a few lines long, because it shares the processor with the server."""
     head = f"POST {speech.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{speech.headers}"
     started = time.perf_counter()
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -313,9 +313,9 @@ async def _ask(
 
 
 def compare_dialects(server: Server, num_clients: int, rounds: int, seed: int) -> dict[str, Any]:
-    """The same warm conversations in each API, in turn: the server's processor time over that of chat completions.
+    """The server's processor time for the same warm conversations in each API, over that of chat completions.
 
-    The answers are equal, so what differs is reading bodies and writing events.
+    The answers are equal, so only reading bodies and writing events differ.
     """
     sessions = make_sessions("multi turn", num_clients, seed, quick=False)
     cpu_ms: dict[str, list[float]] = {speech.name: [] for speech in SPEECHES}
@@ -359,7 +359,7 @@ def main() -> None:
         engine.run(warm_up, 1)
         asyncio.run(run_server(server, warm_up, 1, ignore_eos=True))
         alone, served = [], []
-        for workload, num_clients, _ in plans:  # one after the other, so that both meet the machine alike
+        for workload, num_clients, _ in plans:  # one by one, so that the machine is equally busy for both
             sessions = make_sessions(
                 workload, num_clients, args.seed, quick=args.quick, document_words=args.document_words
             )

@@ -1,16 +1,16 @@
-"""What a cache gains if it knows the sessions of requests: hits, churn, and the time that sessions wait for answers.
+"""What a cache gains if it knows each request's session: hits, churn, and the time that sessions wait for answers.
 
     PYTHONPATH=src python benchmarks/sessions.py [--quick] [--traces FOLDER] [--only TEXT] [--pool NAME]
 
-`none`: the policy alone. `superseded`: when a request ends, blocks that its session alone used and that its prompt does
-not have are given up. `of root`: the same where sub-agents have the session of the agent that started them, as in
-Claude Code. `close`: blocks that its session alone used are given up when the last request of a session ends; an ideal
-client that never comes back. `both`: `superseded` and `close`.
+`none`: the policy alone. `superseded`: when a request ends, the cache gives up the blocks that only this session used
+and that are not in the request's prompt. `of root`: the same, and sub-agents have the session of the agent that started
+them, as in Claude Code. `close`: when a session's last request ends, the cache gives up the blocks that only this
+session used; this assumes an ideal client that never comes back. `both`: `superseded` and `close`.
 
-Requests of the made traffic (`eviction_traffic.py`) name their agents. The recorded conversations (Mooncake) have no
-sessions: a prompt belongs to the session whose newest prompt it begins with. Whole blocks only: the engine already
-gives up the partly filled last block that a longer prompt continues. Pools hold what LRU needs for 30%, 70% and 95% of
-the possible hits.
+Requests of the generated traffic (`eviction_traffic.py`) name their agents. The recorded conversations (Mooncake) have
+no sessions, so a prompt counts to the session whose newest prompt it begins with. Only whole blocks count, because the
+engine already gives up a partly filled last block that a longer prompt continues. Pools have the sizes that LRU needs
+for 30%, 70% and 95% of the possible hits.
 
 `wait_s` is the mean time that a session waits for its answers, in a simulation of the engine's scheduler with a model
 of 8B at 4e14 FLOP/s; requests come as recorded. The last line is JSON.
@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[Callable[[np.random.Generator], Requests], int]] = {
     "patient agents": (patient_agents, 64),
     "slow chat": (slow_chat, 64),
 }
-"""Traffic, and the tokens of a block. Agents that compact go on with a summary after 32,000 tokens."""
+"""The traffic of each kind, and its tokens per block. Agents that compact continue with a summary at 32,000 tokens."""
 VARIANTS = ("none", "superseded", "of root", "close", "both")
 POLICIES = ("lru", "value")
 MOST_OUTPUT_TOKENS = 64
@@ -58,17 +58,17 @@ MOST_OUTPUT_TOKENS = 64
 
 @dataclass(frozen=True)
 class Sent:
-    """A request and who sends it."""
+    """A request, and the agent that sends it."""
 
     request: RecordedRequest
     agent: int
     root: int
     is_last: bool
-    """Whether its agent sends no more."""
+    """Whether it is the last request of its agent."""
 
 
 class Superseding(KVCacheManager):
-    """Gives up what the newest prompt of a session no longer has, if `supersedes`."""
+    """Gives up blocks of sessions; if `supersedes`, those that a session's newest prompt no longer has."""
 
     supersedes = False
 
@@ -97,7 +97,7 @@ def manager_of(num_blocks: int, block_tokens: int, policy: str, variant: str) ->
 
 
 def replay(sent: Iterable[Sent], num_blocks: int, policy: str, variant: str) -> tuple[int, int]:
-    """Blocks found and evicted, one request after the other."""
+    """Replays one request after the other. Returns the blocks found and evicted."""
     manager, num_found = manager_of(num_blocks, PIECES, policy, variant), 0
     for one in sent:
         sequence = as_sequence(one.request)
@@ -117,7 +117,7 @@ def replay(sent: Iterable[Sent], num_blocks: int, policy: str, variant: str) -> 
 
 
 def seconds_waited(sent: list[Sent], num_blocks: int, policy: str, variant: str, cost: StepCost) -> float:
-    """The mean over sessions of the seconds from each arrival to the end of its answer, summed."""
+    """The sum of the seconds from each request's arrival to the end of its answer, as a mean over sessions."""
     replica = Replica(num_blocks, sent[0].request.block_tokens, policy, SchedulerConfig(), cost)
     replica.manager = manager_of(num_blocks, sent[0].request.block_tokens, policy, variant)
     replica.runner = SimulatedRunner(cost)
@@ -153,7 +153,7 @@ def seconds_waited(sent: list[Sent], num_blocks: int, policy: str, variant: str,
 
 
 def made(kind: str, seed: int, num_blocks: int) -> list[Sent]:
-    """Seeded traffic, until its prompts have that number of blocks together."""
+    """Seeded traffic whose prompts have `num_blocks` blocks in total."""
     (traffic, size), found, total = KINDS[kind], [], 0
     for context in traffic(np.random.default_rng(seed)):
         keys = context.keys(size)[: context.num_tokens // size]
@@ -167,7 +167,7 @@ def made(kind: str, seed: int, num_blocks: int) -> list[Sent]:
 
 
 def recorded(file: Path, most: int | None) -> list[Sent]:
-    """A recording in Mooncake's format, whose sessions are found by what prompts begin with."""
+    """A recording in Mooncake's format. Prompts that continue each other make a session."""
     found, newest, size = [], dict[int, int](), 512
     for number, line in enumerate(file.read_text().splitlines()[:most]):
         record = json.loads(line)
@@ -196,7 +196,7 @@ def with_ends(found: list[tuple[RecordedRequest, int, int]]) -> list[Sent]:
 
 
 def measure(name: str, sent: list[Sent], cost: StepCost, most_timed: int, only_pool: str) -> list[dict[str, Any]]:
-    """A row for each pool, policy and variant."""
+    """Figures of one kind of traffic, a row for each pool, policy and variant."""
     rows: list[dict[str, Any]] = []
     num_blocks = sum(len(one.request.keys) for one in sent)
     capacities, most = pools([one.request for one in sent])

@@ -1,10 +1,11 @@
-"""Minutes of hostile load on a server that then has to end in time: memory is flat, others are served, nothing is held.
+"""Minutes of hostile load on a server: memory stays flat, other clients are served, and it ends in time.
 
     .venv/bin/python benchmarks/soak.py --minutes 5
 
-Clients post schemas whose unions multiply, large grammars and bodies, leave in the middle of bodies and of answers,
-send what is no HTTP, and flood with urgent requests. One client of another tenant asks a short question every second.
-Then SIGTERM comes while the load goes on. Prints what was seen, and one JSON line last; exit code 1 if anything broke.
+Clients post schemas whose unions multiply, large grammars and large bodies. They leave in the middle of bodies and of
+answers, send bytes that are not HTTP, and flood the server with urgent requests. A client of another tenant asks a
+short question every second. Then the server gets SIGTERM while the load goes on. Afterwards no block may be held.
+Prints what was seen, then one JSON line. The exit code is 1 if anything broke.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ def unions(members: list[str], count: int) -> str:
 
 
 def scaffolds(count: int) -> str:
-    """A schema of modules that are all computed after one long text."""
+    """A schema whose modules must all be computed after one long text."""
     written = "".join(f"<module name='m{number}' scaffold='long'>x</module>" for number in range(count))
     return f"<schema name='s'><module name='long'>{'word and ' * 300}</module>{written}</schema>"
 
 
 class Hostile:
-    """What hostile clients do."""
+    """The actions of hostile clients."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -58,7 +59,7 @@ class Hostile:
         self.stop = threading.Event()
 
     def post(self, path: str, body: object, timeout_s: float = 60.0) -> None:
-        """Post a body; a short time limit is a client that leaves."""
+        """Posts a body. With a short time limit, the client leaves before the answer ends."""
         try:
             headers = {"x-api-key": "sk-hostile"}
             status = str(httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=timeout_s).status_code)
@@ -76,7 +77,7 @@ class Hostile:
             self.statuses["raw"] += 1
 
     def actions(self, draw: random.Random) -> list[Callable[[], None]]:
-        """One of each kind."""
+        """One action of each kind."""
         contents = {"model": self.model, "contents": [{"parts": [{"text": "x " * draw.randint(100, 3000)}]}]}
         endless = {"prompt": "x " * draw.randint(1, 2000), "max_tokens": 2000, "ignore_eos": True, "priority": -5}
         head = (
@@ -115,7 +116,7 @@ def resident_mb(pid: int) -> float:
 
 
 def soak(url: str, process: subprocess.Popen[str], minutes: float) -> dict[str, object]:
-    """Run the load; the server is told to stop while it goes on."""
+    """Runs the load, and stops the server while the load goes on."""
     hostile = Hostile(url)
     threads = [threading.Thread(target=hostile.run, args=(seed,), daemon=True) for seed in range(NUM_CLIENTS)]
     for thread in threads:

@@ -1,8 +1,8 @@
-"""A million steps of hypothesis state machines over the whole cache manager, and how many a second.
+"""Runs a million steps of hypothesis state machines over the whole cache manager, and counts steps per second.
 
     python benchmarks/state_machine.py [--steps 1000000]
 
-What a step is, and what is checked after each, is in tests/cache_world.py; the same machines run shorter in
+tests/cache_world.py says what a step is, and what is checked after each. The same machines run shorter in
 `make test` and `make test-slow`. A failure prints the shortest sequence of steps that hypothesis can find.
 The last line is JSON.
 """

@@ -1,11 +1,11 @@
 """Where the time of a decoding step goes: what computes, and what only organises it.
 
-A model of Qwen2-0.5B's shape with random weights decodes a batch. With one thread for numerical code all of it is
-processor time of the calling thread, which other programs do not disturb much; with more it is wall time,
-which wants a quiet machine. Parts are timed where they are called; what they cost is their own time without that of
-parts inside. The timers themselves cost about a microsecond per call, which is taken off. Layers that run as one
-program are run operation by operation here, which takes some percent longer; the step as it is comes first.
-Tokens become text as they arrive, by a byte-level tokenizer that is trained on Python's own library.
+A model of Qwen2-0.5B's shape with random weights decodes a batch. With one thread for numerical code, figures are
+processor time of the calling thread, which other programs hardly disturb. With more threads they are wall time, which
+needs a quiet machine. A part's time excludes that of the parts inside it. The timers cost about a microsecond per call,
+which is subtracted. Layers that normally run as one program run operation by operation here, which takes some percent
+longer; the first figure is that of an unchanged step. Tokens become text as they arrive, by a byte-level tokenizer that
+is trained on Python's own library.
 
     python benchmarks/step_profile.py [--batch 16] [--steps 40] [--threads 1] [--quick] [--json]
 """
@@ -52,7 +52,7 @@ COMPUTING = ("products", "attention", "norms and gates", "heads turned, KV writt
 
 
 class Clock:
-    """Own time of nested parts, in seconds of `now`."""
+    """Measures nested parts, in seconds of the clock `now`. A part's time excludes that of the parts inside it."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -119,8 +119,8 @@ PARTS = {
     "merge": "attention",
     "heads": "heads turned, KV written",
 }
-"""Of a layer's operations; the others are norms. A program's last operation is the head, a product, in none of them;
-attention that runs by itself is a program of two."""
+"""The part of each operation of a layer; the others are norms. The head, a product that ends a program, is in no part.
+Attention that runs by itself is a program of two operations."""
 
 
 def watch_programs(clock: Clock, decoder: Decoder) -> None:

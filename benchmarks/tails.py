@@ -1,16 +1,16 @@
-"""What tails bring, and what they cost: the radix index with and without them, on the same requests.
+"""What tails (cached last blocks that are not full) gain and cost: the radix index with and without them.
 
 Hits are counted, not timed, so they are the same on every machine:
 
-- `short`      prompts of 12 tokens, 64 different ones, each asked ten times, answered in a word
+- `short`      64 different prompts of 12 tokens, each asked ten times, answered in a word
 - `chat`       200 conversations of 8 turns that take turns at random; a system prompt of 300 tokens for all of them
 - `documents`  40 documents of 900 tokens, 25 questions about each
 - `demo`       the conversations of `foreword demo`, on its embedded model (left out with --quick)
 
-`chat` and `documents` run with room for everything, and in pools that hold a part of it. Lengths are drawn so that they
-end anywhere in a block of 16. One request at a time; answers are computed but for their last token.
+`chat` and `documents` run in a pool that holds everything, and in smaller pools. Drawn lengths end anywhere in a block
+of 16. Requests run one at a time. Each answer is computed except its last token.
 
-The cost is what `KVCacheManager.free` takes for a request, in microseconds, medians of alternating rounds.
+The cost is the microseconds of `KVCacheManager.free` per request, the median of alternating rounds.
 
     PYTHONPATH=src python benchmarks/tails.py [--quick]
 
@@ -33,7 +33,7 @@ from foreword.cache import KVCacheManager, RadixIndex, TokenSequence
 
 BLOCK_SIZE = 16
 Request = tuple[list[int], list[int]]
-"""Prompt and answer."""
+"""The tokens of a prompt and of its answer."""
 
 
 def words(rng: random.Random, least: int, most: int) -> list[int]:
@@ -74,7 +74,7 @@ WORKLOADS = {"short": (short, (4096,)), "chat": (chat, (16384, 4096, 1024)), "do
 
 
 def replay(requests: Iterator[Request], num_blocks: int, policy: str, *, keep_tails: bool) -> dict[str, Any]:
-    """Serve the requests one after the other; what was found."""
+    """Serves the requests one after the other. Returns the tokens found."""
     index = RadixIndex(num_blocks, BLOCK_SIZE, keep_tails=keep_tails)
     manager = KVCacheManager(num_blocks, block_size=BLOCK_SIZE, index=index, eviction_policy=policy)
     for prompt, answer in requests:
@@ -101,7 +101,7 @@ def replay(requests: Iterator[Request], num_blocks: int, policy: str, *, keep_ta
 
 
 def demo() -> dict[str, Any]:
-    """Tokens reused by the conversations of the demo, with tails and without."""
+    """The tokens that the demo's conversations reuse, with and without tails."""
     from foreword import LLM
     from foreword.demo.run import EMBEDDED_KV_BYTES, embedded_model
     from foreword.demo.workloads import make_workloads, run_workload

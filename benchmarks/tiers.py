@@ -2,22 +2,23 @@
 
     PYTHONPATH=src python benchmarks/tiers.py [--path DIR] [--mb 400] [--flips N] [--kills N] [--model DIR] [--json]
 
-Each figure stands beside its limit of the same run. Blocks have the bench model's size: 196,608 bytes, 16 tokens.
-Cold means that the page cache has dropped the file (POSIX_FADV_DONTNEED after a sync). `preadv` alone reads the same
-segments in pieces of 4 MiB, by the same flag, into one buffer, and looks at nothing. Rounds alternate between them, and
-medians are reported: this disk's rate changes by a third from minute to minute.
+Each figure has a limit from the same run. Blocks have the bench model's size: 196,608 bytes for 16 tokens. Cold means
+that the page cache has dropped the file (POSIX_FADV_DONTNEED after a sync). `preadv` alone reads the same segments in
+pieces of 4 MiB, with the same flag, into one buffer, and checks nothing. Rounds alternate between the tier and
+`preadv`, and medians are reported, because a disk's rate may change by a third from minute to minute.
 
-The index's figures are for 10^6 blocks: a snapshot's, read and inserted, and a scan of the headers of as many blocks in
-runs of 40. For the scan the files are sparse: headers lie where they would lie, payloads are holes.
+The index's figures are for 10^6 blocks: the time to read and insert a snapshot, and to scan the headers of these blocks
+in runs of 40. For the scan the files are sparse: headers are in their real places, payloads are holes.
 
-`tiers_engine.py` has what an engine sees: first tokens from memory, disk and a Valkey server, steps beside loads and
-stores. `--model` names a real model, once or more often: its first request is measured after each of 12 restarts.
+`tiers_engine.py` measures an engine: times to the first token with hits from memory, disk and a Valkey server, and
+steps beside loads and stores. Each `--model` names a real model, whose first request is measured after each of 12
+restarts.
 
 `--vllm` measures vLLM's file tier beside ours on the same bytes (`tiers_vllm.py`): `auto` lets pip download a wheel
 into the temporary folder; a wheel or a folder that holds `vllm/` is read where it lies.
 
-`--kills` kills that number of processes while they store; `--flips` flips that number of random bits of segments,
-headers and snapshots and loads what they hit. The last line is JSON.
+`--kills N` kills N processes while they store. `--flips N` flips N random bits of segments, headers and snapshots, and
+loads the damaged parts. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ LOOKUP_BLOCKS = 50_000 // 16
 
 
 def read_alone(paths: list[Path], flags: int) -> float:
-    """Megabytes a second of `preadv` in pieces of 4 MiB."""
+    """Megabytes per second of `preadv` in pieces of 4 MiB."""
     buffer = np.ones(PIECE_BYTES, np.uint8)
     num_bytes, began = 0, time.perf_counter()
     for path in paths:
@@ -79,7 +80,7 @@ def read_alone(paths: list[Path], flags: int) -> float:
 
 
 class Memory:
-    """Blocks in memory, as the pool would be."""
+    """Blocks in memory, in the place of the engine's pool."""
 
     def __init__(self, rows: np.ndarray) -> None:
         self.buffers = Buffers([row.data for row in rows])
@@ -95,7 +96,7 @@ def load_rate(tier: DiskTier, keys: BlockKeys, memory: Memory) -> float:
 
 
 def write_alone(path: Path, rows: np.ndarray) -> float:
-    """Megabytes a second of plain writes of 6 MiB with one sync at the end."""
+    """Megabytes per second of plain writes of 6 MiB with one sync at the end."""
     fd, began, offset = os.open(path, os.O_RDWR | os.O_CREAT, 0o600), time.perf_counter(), 0
     flat = rows.reshape(-1)
     for begin in range(0, len(flat), 6 << 20):

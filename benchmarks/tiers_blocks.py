@@ -13,9 +13,9 @@ from foreword.tiers.tier import BlockKeys
 
 NAMESPACE = b"benchmark tiers."
 BLOCK_BYTES = 196_608
-"""Of the bench model, 16 tokens."""
+"""The bytes of a block of 16 tokens of the bench model."""
 PREFIX_BLOCKS = 256
-"""4,096 tokens."""
+"""The blocks of a prefix of 4,096 tokens."""
 FILES = RealFiles()
 
 
@@ -24,12 +24,12 @@ def random_keys(rng: np.random.Generator, count: int) -> BlockKeys:
 
 
 def options_for(num_bytes: int) -> DiskOptions:
-    """Room for several copies of these bytes; at least two segments have to fit."""
+    """Options of a tier that holds several copies of these bytes. At least two segments have to fit."""
     return DiskOptions(budget_bytes=max(1 << 30, 4 * num_bytes), min_free_bytes=0, segment_bytes=256 << 20)
 
 
 def payloads(num_mb: int) -> tuple[BlockKeys, np.ndarray]:
-    """Keys and random blocks of whole prefixes, about that number of megabytes."""
+    """Keys and random blocks of whole prefixes, about `num_mb` megabytes."""
     rng = np.random.default_rng(0)
     count = max(PREFIX_BLOCKS, num_mb * 10**6 // BLOCK_BYTES // PREFIX_BLOCKS * PREFIX_BLOCKS)
     return random_keys(rng, count), rng.integers(0, 256, (count, BLOCK_BYTES), np.uint8)

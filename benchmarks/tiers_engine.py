@@ -1,16 +1,16 @@
-"""What tiers mean for an engine: first tokens after a restart, and steps beside loads and stores. Part of tiers.py.
+"""Tiers in an engine: time to the first token after a restart, and steps beside loads and stores. Part of tiers.py.
 
-Qwen2-0.5B's shape with random weights, in bfloat16 where the processor multiplies that fast, else in
+The model has Qwen2-0.5B's shape and random weights, in bfloat16 where the processor multiplies bfloat16 fast, else in
 float32. Engines run in processes of their own, one after the other:
 
     first     prompts of 4,096 tokens, each computed (miss), then asked again (memory hit); they are stored at the end
     second    the same prompts: from disk, which the page cache has dropped
     third     the same prompts, with an empty disk: from a Valkey server on a Unix socket, where one can be started
 
-All three answer the same tokens, which is checked, and blocks that were not loaded are counted by reason.
-`restart_figures` has a real model's first request after each of several restarts, with the pool that it has by default.
-Then steps: 4 requests decode, alone, beside loads of other prompts,
-and beside stores; the 99th percentiles of the steps' seconds are compared, in turn in one process.
+The script checks that all three answer the same tokens, and counts by reason the blocks that were not loaded.
+`restart_figures` measures a real model's first request after each of several restarts, with the default pool. For the
+steps, 4 requests decode in one process: alone, beside loads of other prompts, and beside stores, alternately. The 99th
+percentiles of the steps' seconds are compared.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def run_once(model: str, places: dict[str, str], count: int, num_tokens: int, *,
     from foreword import LLM, SamplingParams
 
     with LLM(model, kv_cache_memory_bytes=KV_BYTES, **places) as llm:
-        llm.generate({"prompt_token_ids": list(range(600))}, SamplingParams(max_tokens=2))  # what happens once
+        llm.generate(
+            {"prompt_token_ids": list(range(600))}, SamplingParams(max_tokens=2)
+        )  # pays what happens only once
         drain(llm)
         found = {"first": first_tokens(llm, count, num_tokens)}
         if twice:
@@ -84,9 +86,9 @@ def first_request(model: str, places: dict[str, str], num_tokens: int) -> dict[s
 
 
 def restart_figures(model: str, folder: Path, restarts: int, num_tokens: int = 1517) -> dict[str, float]:
-    """First tokens of the first request: without a cache directory's content, and after each restart with it.
+    """Times to the first token of an engine's first request: with an empty cache directory, and after each restart.
 
-    The page cache has dropped the files before every other restart.
+    Before every second restart the page cache drops the files.
     """
     name, disk = Path(model).name.lower(), folder / "disk"
     first = in_a_child("first", model, {"cache_dir": str(disk)}, num_tokens)
@@ -187,7 +189,7 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 def engine_figures(folder: Path, count: int, *, quick: bool = False) -> dict[str, float]:
-    """All figures, of `count` prompts; `quick`: a small model and short prompts, whose figures mean nothing."""
+    """All figures, with `count` prompts. `quick` takes a small model and short prompts, whose figures mean nothing."""
     from foreword.model.checkpoint.random_weights import DEMO_SHAPE, QWEN2_0_5B, fast_dtype, save_random_model
 
     shape = DEMO_SHAPE if quick else QWEN2_0_5B

@@ -23,7 +23,7 @@ from tiers_blocks import FILES, random_keys
 
 
 def flips(folder: Path, num_flips: int) -> dict[str, int]:
-    """Flip random bits of payloads and load them; flip random bits of headers and snapshots and scan and read them."""
+    """Flips random bits of payloads and loads these, then of headers and snapshots, and scans and reads these."""
     rng, py_rng = np.random.default_rng(2), random.Random(2)
     count, size = 64, 8000
     keys, rows = random_keys(rng, count), rng.integers(0, 256, (count, size), np.uint8)
@@ -40,7 +40,7 @@ def flips(folder: Path, num_flips: int) -> dict[str, int]:
         places = tier._state.index.locate(keys, tier._state.clock.now_s())
         (segment,) = tier._state.index.own_segments()
         while tried < num_flips * 9 // 10:
-            # One bit of every block, then all blocks are loaded, and all are to be refused.
+            # Flips one bit of every block, then loads all blocks. All must be refused.
             damaged = bytearray(content)
             for page in places["page"].tolist():
                 damaged[page * PAGE + py_rng.randrange(2 * PAGE)] ^= 1 << py_rng.randrange(8)

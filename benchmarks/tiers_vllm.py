@@ -1,13 +1,13 @@
 """vLLM's file tier beside ours: the same blocks, in the same run, round by round.
 
 The tier is vLLM's own code, `vllm/v1/kv_offload/` of a wheel or a folder that the user names, or that pip downloads for
-this run. None of it lies here. What the tier imports of the rest of vLLM (its logger, metrics and hints), nothing of
-which moves a byte, is replaced by stand-ins, so no GPU is needed. Its optional C functions need CUDA's libraries to
-load; where they are missing, the tier uses its Python functions, as it does everywhere without them.
+this run. This repository holds none of it. Stand-ins replace the other modules of vLLM that the tier imports (logger,
+metrics, hints), which move no bytes, so no GPU is needed. The tier's optional C functions need CUDA's libraries; where
+these are missing, the tier uses its Python functions, as vLLM does.
 
 Both tiers get the same jobs, one for each prefix of 4,096 tokens. vLLM's tier has 32 threads, which is its default, and
-works at one job with one thread. It opens files with O_DIRECT, writes one for each block, and never syncs; ours seals
-and syncs before its time stops.
+works at one job with one thread. It opens files with O_DIRECT, writes a file for each block, and never syncs. Our tier
+seals and syncs its files within the measured time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NUM_FLIPS = 64
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the tier's modules in a folder, and stand-ins for all others of vLLM."""
+    """Finds the tier's modules in a folder, and gives stand-ins for all other modules of vLLM."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -110,7 +110,7 @@ class TheirTier:
         return self._m.base.make_offload_key(key, 0)
 
     def run(self, what: str, keys: Sequence[bytes], size: int) -> tuple[float, int]:
-        """Store or load blocks 0, 1, ..., `size` in one job; seconds, and the jobs that failed."""
+        """Stores or loads blocks 0, 1, ..., `size` in one job. Returns the seconds, and the jobs that failed."""
         submit = self._tier.submit_store if what == "store" else self._tier.submit_load
         waiting, failed, began = 0, 0, time.perf_counter()
         for begin in range(0, len(keys), size):
@@ -127,7 +127,7 @@ class TheirTier:
         return time.perf_counter() - began, failed
 
     def look_up(self, keys: Sequence[bytes]) -> int:
-        """The number of blocks that are there; asks until all are answered."""
+        """The number of blocks that the tier has. Asks until the tier has answered for all."""
         hit, retry = self._m.base.LookupResult.HIT, self._m.base.LookupResult.RETRY
         while True:
             found = [self._tier.lookup(self._key(key), self._request) for key in keys]
@@ -154,7 +154,7 @@ class OurTier:
             blocks = Buffers([row.data for row in self.rows[begin : begin + len(own)]])
             if what == "store":
                 tickets.append(self._tier.store(BlockRun.chain(own, self.rows.shape[1], blocks)))
-                assert tickets[-1].wait()  # its queue is bounded
+                assert tickets[-1].wait()  # the tier's queue is bounded
             else:
                 lengths = np.full(len(own), self.rows.shape[1])
                 tickets.append(self._tier.load(own, lengths, blocks, deadline_s=600))
@@ -165,7 +165,7 @@ class OurTier:
         return time.perf_counter() - began, failed
 
     def num_corrupt(self, keys: BlockKeys) -> int:
-        """Load all blocks; the number of those that were refused as damaged."""
+        """Loads all blocks. Returns the number that the tier refused as damaged."""
         lengths = np.full(len(keys), self.rows.shape[1])
         ticket = self._tier.load(keys, lengths, Buffers([row.data for row in self.rows]), deadline_s=600)
         assert ticket.wait()
@@ -269,7 +269,7 @@ def vllm_figures(folder: Path, source: str, num_mb: int, rounds: int) -> dict[st
 
 
 def _flips(both: Rounds) -> dict[str, float]:
-    """Flip one bit of each of some blocks in the files of both tiers; the number that each tier refuses."""
+    """Flips a bit of each of some blocks in the files of both tiers. Returns the number that each tier refuses."""
     keys, rows, ours = both.keys, both.rows, both.ours
     rng, chosen = np.random.default_rng(4), keys.select(slice(0, NUM_FLIPS))
     places = rng.integers(0, rows.shape[1], NUM_FLIPS)

@@ -2,9 +2,9 @@
 
     python benchmarks/triton_variants.py [--quick] [--capability 90]
 
-Each kernel is compiled down to machine code, by the assembler that Triton ships, for each element type and head size
-and for what layers ask of attention. The last line is JSON: one object per variant, with the layout in which a row's
-scores are summed and the multiply-adds that were fused. These are facts of the compiler, not measurements of speed.
+The assembler that Triton ships compiles each kernel down to machine code, for each element type, head size and option
+of attention that layers use. The last line is JSON: one object per variant, with the layout in which a row's scores are
+summed and the multiply-adds that were fused. These are facts about the compiler's output, not speeds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported: what is interpreted cannot be compiled
+os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported, because an interpreted kernel cannot be compiled
 
 import torch
 import triton
@@ -47,7 +47,7 @@ TYPED_POINTERS = ("output", "query", "keys", "values", "new_keys", "new_values")
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with all its constants."""
+    """A kernel with values for all its constants."""
 
     kernel: str
     dtype: torch.dtype
@@ -72,7 +72,7 @@ class Variant:
         return LayerArguments(query, KVBlocks.plain(blocks, blocks), self.options)
 
     def source(self) -> tuple[Any, dict[str, Any]]:
-        """The kernel's function and its constants, those of the compiler among them."""
+        """The kernel's function and its constants, including those for the compiler."""
         if self.kernel == "copy":
             return stage_pages, {"NUM_TENSORS": 64, "SEGMENT": 2048, "OUT": int(self.asks == "out")}
         layer, dims = self.layer(), (self.dtype, self.dim, self.dim)
@@ -96,7 +96,7 @@ class Variant:
 
 
 def variants(quick: bool) -> Iterator[Variant]:
-    """All of them, or of each kind a few."""
+    """All variants, or a few of each kind."""
     for dtype in TYPES:
         for dim in (128,) if quick else HEAD_SIZES:
             if not quick or dtype == torch.bfloat16:
@@ -112,7 +112,7 @@ def variants(quick: bool) -> Iterator[Variant]:
 
 
 def compile_variant(variant: Variant, capability: int) -> Any:
-    """Down to machine code; strides and addresses are multiples of 16, as they are for a model's tensors."""
+    """Compiles a variant to machine code. Strides and addresses are multiples of 16, as for a model's tensors."""
     function, constants = variant.source()
     options = {name: constants.pop(name) for name in COMPILE_OPTIONS if name in constants}
     signature, attributes, values = {}, {}, {}

@@ -1,15 +1,15 @@
 """foreword in both arithmetics and llama.cpp on the same GGUF files: start, memory, first token and decoding.
 
-Engines take turns within each round (A B, then B A), so a ratio compares times of one minute. Prompts are random
-tokens; a hit shares all but its last 16 with a prompt before it. The limit beside decoding is what one token has to
-read: the file's bytes, over the rate at which one thread reads memory (`read_gb_s`).
+Engines alternate within each round (A B, then B A), so a ratio compares times of the same minute. Prompts are random
+tokens; a hit shares all but its last 16 tokens with the prompt before. The limit of decoding is the time to read what
+one token needs: the file's bytes, over the rate at which one thread reads memory (`read_gb_s`).
 
     python benchmarks/weights.py --file PATH.gguf [--shape 0.5b] [--types Q4_0,Q8_0] [--llama-python PATH] [--prompt N]
 
-`--shape` makes a larger file with the tokenizer of PATH and random weights in BF16. `--types` has llama.cpp write the
-file again in these types (of codes, so the values are not those of a converter). The last line is JSON: for each type
-and engine the medians and the best, and foreword's share of llama.cpp's time by either; on a machine that others use,
-too, the best says more.
+`--shape` makes a larger file with the tokenizer of PATH and random weights in BF16. With `--types`, llama.cpp writes
+the file again in these types (from quantized values, so the values differ from a converter's). The last line is JSON:
+for each type and engine the medians and the best times, and foreword's share of llama.cpp's time by both. On a machine
+that other programs use, the best times say more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHAPES = {
     "1.5b": {"block_count": 28, "embedding_length": 1536, "feed_forward_length": 8960, "attention.head_count": 12}
     | {"rope.dimension_count": 128, **HEADS},
 }
-"""Sizes of Qwen2's 0.5B and 1.5B, with SmolLM2's vocabulary, by names of a GGUF file's metadata."""
+"""Sizes of Qwen2's 0.5B and 1.5B models, with SmolLM2's vocabulary. Keys are names in a GGUF file's metadata."""
 ENGINES = {"foreword": ("foreword", "auto"), "foreword int8": ("foreword", "int8"), "llama.cpp": ("llama.cpp", "auto")}
 """Names in the report -> the engine, and how weights are multiplied."""
 REQUANTIZE = """
@@ -61,7 +61,7 @@ def resident_mb(engine: EngineProcess) -> float:
 
 
 def write_random(source: Path, target: Path, sizes: dict[str, int]) -> None:
-    """A Llama of these sizes with random weights; the other metadata is that of `source`, a Llama, too."""
+    """Writes a Llama of these sizes with random weights. Other metadata comes from `source`, also a Llama."""
     reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "llama")
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
@@ -98,7 +98,7 @@ def write_random(source: Path, target: Path, sizes: dict[str, int]) -> None:
 
 
 def read_rate() -> float:
-    """Bytes a second that one thread reads from memory."""
+    """Bytes per second that one thread reads from memory."""
     numbers, best = np.ones(1 << 26, np.float32), 0.0
     for _ in range(5):
         started = time.perf_counter()
@@ -112,7 +112,7 @@ def measure(path: Path, pythons: dict[str, str], args: argparse.Namespace, folde
     repeats, length = args.repeats, args.prompt
     table = open_gguf(path)[0].tensors["token_embd.weight"]
     vocab = table.shape[0]
-    if table.blocks.num_values == 1:  # plain numbers have one arithmetic
+    if table.blocks.num_values == 1:  # unquantized weights have only one arithmetic
         pythons = {name: python for name, python in pythons.items() if ENGINES[name][1] != "int8"}
     found: dict[str, dict[str, list[float]]] = {name: {} for name in pythons}
     rng = np.random.default_rng(0)
@@ -141,7 +141,7 @@ def measure(path: Path, pythons: dict[str, str], args: argparse.Namespace, folde
                 engine.reset()
                 times = {"miss_ms": 1000 * engine.generate([miss], 1)[0], "hit_ms": 1000 * engine.generate([hit], 1)[0]}
                 for count in (1, MANY):
-                    engine.generate(prompts[:count], 1)  # both of the next find the prompts cached
+                    engine.generate(prompts[:count], 1)  # so that both next calls find the prompts cached
                     short = engine.generate(prompts[:count], 1)[0]
                     long = engine.generate(prompts[:count], 1 + DECODE_OUT)[0]
                     times[f"decode{count}_ms"] = 1000 * (long - short) / DECODE_OUT

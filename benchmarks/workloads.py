@@ -1,4 +1,4 @@
-"""What prefix caching gains end to end: three claims of other engines, and what arithmetic allows.
+"""What prefix caching gains end to end, beside three claims of another engine and the limits of the machine.
 
 The claims (mini-infer's, Qwen2.5-7B on an RTX 4090): 1.30x with 257 shared tokens and 64 generated, measured;
 about 5x with 1024 and 32 and about 10x with 2048 and 16, never measured. Here the same shapes run on a
@@ -12,11 +12,11 @@ The limit of one forward pass is
 
     operations / rate of matrix products  +  bytes of weights and KV / rate of reading memory
 
-with both rates measured here, before and after (the better counts), through torch's own F.linear: bfloat16
-products of 1024 rows, and one row times more weights than processor caches hold. The limit of a gain is the
-ratio of the limits: what an engine gains whose every pass is as fast as the machine allows. An engine with a slow
-prefill gains more than that, which is no merit: compare the times, too. On processors with AMX oneDNN is kept to
-vectors in this process (docs/decisions/0017-tiles.md) and measures a rate that our own tiles exceed: no limit there.
+with both rates measured here, before and after (the better counts), through torch's own F.linear: bfloat16 products of
+1024 rows, and one row times more weights than processor caches hold. The limit of a gain is the ratio of the limits:
+the gain of an engine whose every pass is as fast as the machine allows. An engine with a slow prefill gains more than
+that, which is no merit, so compare the times, too. On processors with AMX, oneDNN is restricted to vectors in this
+process (docs/decisions/0017-tiles.md). Our own tiles exceed the rate measured so, and no limit holds.
 
     python benchmarks/workloads.py [--repeats N] [--quick] [--json] [--seed N]
 """
@@ -83,14 +83,14 @@ WORKLOADS = (
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does per second."""
+    """Rates of a machine: GFLOP/s of matrix products, and GB/s of reading memory."""
 
     matmul_gflops: float
     read_gbytes_per_s: float
 
 
 RTX_4090 = Rates(165_200, 1008)
-"""Data sheet: dense bfloat16 with float32 sums, and memory bandwidth."""
+"""From the data sheet: dense bfloat16 products with float32 sums, and memory bandwidth."""
 
 
 def measure_rates(shape: RandomModelShape) -> Rates:
@@ -119,7 +119,7 @@ def best_of(rounds: int, work: Callable[[], object]) -> float:
 
 
 def pass_limit_ms(shape: RandomModelShape, rates: Rates, num_tokens: int, num_cached: int) -> float:
-    """Least time of a forward pass over `num_tokens` that follow `num_cached` ones; one token's logits."""
+    """Least ms of a forward pass over `num_tokens` after `num_cached` cached ones, with the logits of one token."""
     pairs = num_tokens * num_cached + num_tokens * (num_tokens + 1) / 2  # a query and a key that it sees
     attention = 4.0 * shape.num_layers * shape.hidden_size * pairs
     head = 2.0 * shape.vocab_size * shape.hidden_size
@@ -136,7 +136,7 @@ class Limit:
     prefill_miss_ms: float
     prefill_hit_ms: float
     decode_ms: float
-    """Per generated token."""
+    """Milliseconds per generated token."""
     ttft_ratio: float
     e2e_ratio: float
 
@@ -155,7 +155,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Timing:
-    """One request."""
+    """The times of one request."""
 
     ttft_ms: float
     e2e_ms: float
@@ -173,14 +173,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Pair:
-    """A miss and the hit that followed at once; their prompts differ in the last tokens."""
+    """A miss, and the hit right after it. Their prompts differ in the last tokens."""
 
     miss: Timing
     hit: Timing
 
 
 def make_prompts(workload: Workload, vocab_size: int, num_prompts: int, seed: int) -> list[list[int]]:
-    """Prompts that share all but their last tokens; even the first of those differs."""
+    """Prompts that share all but their last tokens. The first token that is not shared differs already."""
     rng = np.random.default_rng((seed, workload.shared_tokens))
     shared = rng.integers(vocab_size, size=workload.shared_tokens).tolist()
     firsts = rng.choice(vocab_size, size=num_prompts, replace=False).tolist()

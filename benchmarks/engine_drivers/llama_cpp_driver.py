@@ -1,9 +1,9 @@
 """llama.cpp through llama-cpp-python, in a process of its own; runs under the interpreter of its own environment.
 
-The checkpoint is written as a bfloat16 GGUF beside it, by the `gguf` package. Sequences are kept as llama.cpp's
-server keeps its slots: a prompt takes over the slot whose tokens it shares most of; prompts of one call that
-share more with a slot that is taken copy its cells, which costs no memory. Everything that a call has to compute
-goes into common batches.
+The driver writes the checkpoint as a bfloat16 GGUF beside it, with the `gguf` package. It keeps sequences as
+llama.cpp's server keeps its slots: a prompt takes the free slot with which it shares most tokens. If it shares more
+with a slot that another prompt of the call took, it copies that slot's cells, which costs no memory. All tokens that a
+call has to compute go into common batches.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LlamaCppDriver:
         params.n_batch = BATCH_TOKENS
         params.n_seq_max = options.max_num_seqs
         params.kv_unified = True
-        if options.kv == "q8_0":  # as -ctk q8_0 -ctv q8_0; values in codes need flash attention
+        if options.kv == "q8_0":  # as -ctk q8_0 -ctv q8_0; quantized values need flash attention
             params.type_k = params.type_v = api.GGML_TYPE_Q8_0
             params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.n_threads = params.n_threads_batch = options.num_threads
@@ -86,7 +86,7 @@ class LlamaCppDriver:
         return [answers[slot] for slot in slots]
 
     def _samplers(self, sampling: dict[str, float]) -> list[Any]:
-        """A chain for each slot, in the order of llama.cpp's own: top_k, top_p, temperature, a draw."""
+        """A sampler chain for each slot, in llama.cpp's order: top_k, top_p, temperature, a draw."""
         for chain in self._chains:
             api.llama_sampler_free(chain)
         chains: list[Any] = []
@@ -102,7 +102,7 @@ class LlamaCppDriver:
         return chains
 
     def _with_lookup(self, slot: int, first: int, num_tokens: int) -> list[int]:
-        """The answer of one prompt: each step checks what followed the last tokens earlier in the text."""
+        """The answer to one prompt. Each step checks the tokens that followed the last tokens earlier in the text."""
         assert self._lookup is not None
         answer, known = [first], self._slots[slot]
         while len(answer) < num_tokens:
@@ -119,7 +119,7 @@ class LlamaCppDriver:
         return answer
 
     def _assign(self, prompts: list[list[int]]) -> list[int]:
-        """A slot for each prompt, holding what of it is cached and nothing else."""
+        """A slot for each prompt, which holds the prompt's cached tokens and nothing else."""
         before = [list(slot) for slot in self._slots]
         free = set(range(len(self._slots)))
         chosen: list[int] = []
@@ -127,7 +127,7 @@ class LlamaCppDriver:
         for prompt in prompts:
             shared = [min(shared_length(slot, prompt), len(prompt) - 1) for slot in before]
             best = max(range(len(before)), key=lambda slot: shared[slot])
-            # Among free slots of the same worth the one that holds least, so that long contexts stay.
+            # Among free slots that share equally much, takes the one that holds least, so that long contexts stay.
             own = max(free, key=lambda slot: (shared[slot], -len(before[slot])))
             if shared[own] < shared[best]:
                 copies.append((best, own, shared[best]))
@@ -144,8 +144,8 @@ class LlamaCppDriver:
         return chosen
 
     def _decode(self, work: list[tuple[int, int, int, bool]], *, by_row: bool = False) -> dict[int, int]:
-        """Compute (slot, position, token, whether its next token is wanted); the likeliest next ones by slot, or by
-        place in `work`, which then fits into one batch.
+        """Computes (slot, position, token, whether its next token is needed). Returns the likeliest next tokens by
+        slot, or by place in `work`, which then has to fit into one batch.
         """
         found: dict[int, int] = {}
         batch = self._batch
@@ -158,7 +158,7 @@ class LlamaCppDriver:
             code = api.llama_decode(self._context, batch)
             assert code == 0, f"llama_decode answered {code}"
             for row, (slot, _, _, wanted) in enumerate(part):
-                if wanted and self._chains:  # a chain for each slot, as its server has
+                if wanted and self._chains:  # a chain for each slot, as in llama.cpp's server
                     found[slot] = api.llama_sampler_sample(self._chains[slot], self._context, row)
                 elif wanted:
                     logits = api.llama_get_logits_ith(self._context, row)
@@ -180,7 +180,7 @@ def quantized(path: Path) -> Path:
 
 
 def shared_length(left: list[int], right: list[int]) -> int:
-    """How many tokens two sequences have in common at the beginning."""
+    """The number of tokens that two sequences share at the beginning."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 

@@ -31,11 +31,11 @@ class Options:
     max_model_len: int
     max_num_seqs: int
     drafts: bool | None = None
-    """Whether several tokens a step are guessed from the text and checked; None: as the engine does by itself."""
+    """Whether the engine drafts several tokens per step from the text and checks them; None: the engine's default."""
     weights: str = "bfloat16"
-    """foreword and vLLM know "float32" besides, foreword "auto" and "int8" (integers), llama.cpp "Q4_0"."""
+    """Also "float32" for foreword and vLLM, "auto" and "int8" (integers) for foreword, and "Q4_0" for llama.cpp."""
     kv: str = "auto"
-    """How KV is stored: foreword knows "int8" besides, llama.cpp "q8_0"."""
+    """How KV is stored; also "int8" for foreword, and "q8_0" for llama.cpp."""
 
 
 class Driver(Protocol):
@@ -46,7 +46,7 @@ class Driver(Protocol):
     def generate(
         self, prompts: list[list[int]], num_tokens: int, sampling: dict[str, float] | None = None
     ) -> list[list[int]]:
-        """Continuations of exactly `num_tokens` tokens, of all prompts together.
+        """Continuations of exactly `num_tokens` tokens for all prompts, which run together.
 
         `sampling`: temperature, and perhaps top_p or top_k; greedy if there is none.
         """

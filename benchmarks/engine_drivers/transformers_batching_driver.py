@@ -10,7 +10,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 PAGE_SIZE = 64
-"""Tokens: divides what the workloads share. transformers' own 256 would share less of the conversations."""
+"""Tokens per page. It divides the lengths that workloads share; the default, 256, would share less of conversations."""
 BATCH_TOKENS = 2048
 
 
@@ -22,7 +22,8 @@ class BatchingDriver:
         self._model = AutoModelForCausalLM.from_pretrained(
             options.model, dtype=torch.bfloat16, attn_implementation="sdpa"
         ).eval()
-        # Its attention mask has a column for every token of the cache, so the cache is no larger than can be used.
+        # The attention mask has a column for every token of the cache, so the cache is only as large as a workload
+        # needs.
         self._num_blocks = options.max_num_seqs * (options.max_model_len // PAGE_SIZE + 1)
         self._max_requests = options.max_num_seqs
         self._sampling: dict[str, float] | None = None
@@ -60,7 +61,7 @@ class BatchingDriver:
         return [answers[request_id] for request_id in request_ids]
 
     def reset(self) -> None:
-        """A cache of its own for every measurement: there is no call that only forgets."""
+        """Makes a new cache, because transformers has no call that only forgets cached prefixes."""
         self._manager.stop(block=True)
         self._manager.destroy()
         self._manager = self._start()

@@ -1,7 +1,8 @@
 """transformers with a DynamicCache that is kept from call to call, as its documentation advises.
 
-The cache of the last call is kept. A next call that continues its rows, or begins as they do, crops it to what
-is shared and computes the rest; several prompts that share the single row that is kept get a copy each.
+The driver keeps the cache of the last call. If the next call's prompts begin like its rows, the driver crops the cache
+to the shared tokens and computes the rest. If the kept cache has a single row and several prompts share it, each prompt
+gets a copy.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class TransformersDriver:
 
 
 def shared_length(left: list[int], right: list[int]) -> int:
-    """How many tokens two sequences have in common at the beginning."""
+    """The number of tokens that two sequences share at the beginning."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 

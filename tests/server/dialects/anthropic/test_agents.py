@@ -250,7 +250,9 @@ def test_our_errors_have_its_statuses_and_types(error, status, kind, header):
     answer = server_http.error_response(request, error)
     body = json.loads(answer.body)
     assert (answer.status_code, body["error"]["type"], body["request_id"]) == (status, kind, "req_1")
-    assert {name: answer.headers[name] for name in ("x-should-retry", "Retry-After") if name in answer.headers} == header
+    assert {
+        name: answer.headers[name] for name in ("x-should-retry", "Retry-After") if name in answer.headers
+    } == header
     assert server_http.error_event(request, error) == ("error", body)
 
 
