@@ -1,12 +1,11 @@
-"""What the house weighs: lines by room, arrows, circles of imports, private names in tests. A report, not a gate.
+"""Reports the size of the code: lines by room, arrows, circles of imports, private names in tests. Fails nothing.
 
     python .ci/house.py [FOLDER] [--tests FOLDER] [--json]       src/foreword, tests
 
-A room is a folder or a module at the top. An arrow is a room that imports another one, wherever the import stands;
-imports for types alone count apart. A circle is a group of modules, or of rooms, that import each other.
-
-A test may read private names of the room that its folder is named after. What it needs of other rooms, it takes from
-tests/doors.py, so that a change inside a room breaks no test outside it.
+A room is a folder or a module at the top of the package. An arrow is a pair of rooms of which one imports the other,
+anywhere in its code; imports for types alone are counted separately. A circle is a group of modules, or of rooms, that
+import each other.  A test may read private names of the room that its folder is named after. It takes private names of
+other rooms from tests/doors.py, so that a change inside a room breaks no test outside that room.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from pathlib import Path
 
 LONG_FILE, LONG_FUNCTION = 700, 60
 NAMES_OF_TUPLES = {"_", "_asdict", "_fields", "_make", "_replace"}
-"""They are public."""
+"""Names of named tuples that begin with an underscore but are public."""
 
 Graph = dict[str, set[str]]
 
 
 def modules(folder: Path) -> dict[str, Path]:
-    """The module below each name, such as cache.keys.hashing; a package by its own name."""
+    """The file of each module by its name, such as cache.keys.hashing. An `__init__.py` has its package's name."""
     found = {}
     for file in sorted(folder.rglob("*.py")):
         parts = file.relative_to(folder).with_suffix("").parts
@@ -52,7 +51,7 @@ def imports(tree: ast.AST, package: str) -> Iterator[tuple[str, bool]]:
 
 
 def graphs(files: dict[str, Path], package: str) -> tuple[Graph, Graph]:
-    """The modules that each one imports: when it runs, and for types alone."""
+    """The modules that each module imports: those at run time, and those for types alone."""
     runs: Graph = {name: set() for name in files}
     types: Graph = {name: set() for name in files}
     for name, file in files.items():
@@ -121,7 +120,7 @@ def measure(folder: Path, tests: Path) -> dict[str, object]:
 
 
 def private_names(files: dict[str, Path], tests: Path) -> dict[str, object]:
-    """How often tests use a private name of the package, and where they use one of another room than their own."""
+    """The number of uses of private names in tests, and the places where a test uses one of another room."""
     rooms: dict[str, set[str]] = {}
     for module, file in files.items():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -150,7 +149,7 @@ def used_names(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls") | ast.Call(func=ast.Name(id="super"))):
-                pass  # the test's own
+                pass  # the test's own name
             case ast.Attribute(attr=name) | ast.alias(name=name):
                 yield name
             case ast.Call(func=ast.Attribute(attr="setattr"), args=[*given]):

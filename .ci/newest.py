@@ -1,7 +1,8 @@
 """Do the newest torch and transformers that pyproject.toml allows keep the promises?
 
-Nothing to do for a package whose newest version constraints.txt pins: all tests run with that. Otherwise that version
-is installed into a folder of its own, and tests that depend on the package run on it. Without an index nothing is said.
+If constraints.txt pins the newest version of a package, there is nothing to do, because all tests run with that
+version. Otherwise the newest version is installed into a folder of its own, and tests that depend on the package run
+with it. Without a package index, nothing is checked.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ def newest(offered: Iterable[str], requirement: Requirement) -> Version | None:
 
 
 def offered_versions(package: str) -> list[str]:
-    """What the indexes that pip asks have of a package; empty if none answers."""
+    """The versions of a package on the indexes that pip asks; empty if no index answers."""
     asked = subprocess.run([*PIP, "index", "versions", package], capture_output=True, text=True)
     found = re.search(r"^Available versions: (.*)$", asked.stdout, re.MULTILINE)
     return found[1].split(", ") if found else []
 
 
 def check(package: str) -> int:
-    """The exit status of a package's tests on its newest version."""
+    """Runs a package's tests on its newest version. Returns their exit status."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirement = next(r for r in map(Requirement, project["dependencies"]) if r.name == package)
     pinned = re.search(rf"^{package}==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
@@ -58,7 +59,7 @@ def check(package: str) -> int:
         return 0
     folder = FOLDER / package
     index = ("--extra-index-url", os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl/cpu"))
-    # Next to the packages that are installed, whose version it hides.
+    # The folder hides the installed version; all other packages are the installed ones.
     install = [*PIP, "install", "--upgrade", "--no-deps", "--target", str(folder)]
     if subprocess.run([*install, *(index if package == "torch" else ()), f"{package}=={version}"]).returncode:
         print(f"{package} {version} could not be installed; it was not checked")

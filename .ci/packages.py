@@ -1,9 +1,9 @@
-"""Are the small packages whole? Each is built, installed into an empty environment, checked there, timed and weighed.
+"""Checks the small packages: builds each, installs it into an empty environment, and tests, times and weighs it there.
 
     python .ci/packages.py [NAME ...]       foreword-cache, ops
 
-Prints the processor time to import it and its size; fails if it needs more than it says, or if its check fails. Where
-no index of packages answers, nothing is checked.
+Prints each package's size and the processor time to import it. Fails if a package needs others than it declares, or if
+its check fails. If no package index answers, nothing is checked.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Package:
     """The folder that is built, without its dependencies."""
     module: str
     check: tuple[str, ...]
-    """Arguments of Python; a status of 0 is right."""
+    """Arguments of Python for the check, which passes with exit status 0."""
     beyond: tuple[str, ...] = ()
-    """Modules that are imported before the time is taken."""
+    """Modules that are imported before the measured import."""
     requirements: str | None = None
-    """A file of requirements; None: those of the package, which are `only`."""
+    """A file of requirements to install; None: the package's own requirements, which are `only`."""
     only: frozenset[str] = frozenset()
     never: frozenset[str] = frozenset()
-    """Packages that may not be installed."""
+    """Packages whose presence in the environment is a failure."""
 
 
 PACKAGES = {
@@ -76,7 +76,7 @@ def num_mib(folder: Path) -> float:
 
 
 def check(name: str, package: Package) -> None:
-    """Build, install, check, and print what it weighs. Raises for what is wrong."""
+    """Builds, installs and checks a package, and prints its size and import time. Raises an error if one fails."""
     folder = FOLDER / name
     venv.create(folder / "venv", with_pip=True, clear=True)
     python, empty = folder / "venv" / "bin" / "python", num_mib(folder / "venv")

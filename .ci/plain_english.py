@@ -1,8 +1,8 @@
 """Finds phrases that stop a reader, in docstrings, comments and messages, and in the pages for users.
 
 CONTRIBUTING.md has the same list for people. `python .ci/plain_english.py [PATH ...]` prints one line per finding,
-`file:line: message`, and exits with 1 if there is one. `--sample SEED [PATH ...]` prints 60 paragraphs instead, for a
-person who has not read them: each is to be understood when it is read once.
+`file:line: message`, and exits with 1 if there is a finding. `--sample SEED [PATH ...]` prints 60 paragraphs instead.
+Somebody who has not seen them should understand each one at the first reading.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHECKED = [
     "examples",
     "training",
 ]
-"""Files and folders that are checked. CONTRIBUTING.md quotes the phrases, and the changelog is history."""
+"""Files and folders to check. CONTRIBUTING.md is not among them because it quotes the phrases, nor is the changelog."""
 
 PARTICIPLES = (
     "added|asked|counted|evicted|found|freed|given|handed|kept|left|looked|lost|made|measured|read|released|said|saved|"
@@ -63,14 +63,14 @@ COMPILED = [
 
 
 class Text(NamedTuple):
-    """Prose, and the line that it begins in."""
+    """A piece of prose, and the line at which it begins."""
 
     line: int
     content: str
 
 
 def prose_of_python(source: str) -> Iterator[Text]:
-    """Comments (lines that follow each other as one text), docstrings and other strings."""
+    """Comments, docstrings and other strings. Comment lines that follow each other are one text."""
     strings = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
     comment: list[str] = []
     begin = 0
@@ -89,13 +89,13 @@ def prose_of_python(source: str) -> Iterator[Text]:
 
 
 def prose_of_page(page: str) -> Text:
-    """A Markdown page without its code, which leaves empty lines."""
+    """A Markdown page whose code blocks are replaced by empty lines, so that line numbers stay."""
     page = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), page, flags=re.DOTALL | re.MULTILINE)
     return Text(1, re.sub(r"`[^`\n]*`", "code", page))
 
 
 def findings(texts: Iterator[Text] | list[Text]) -> list[tuple[int, str, str]]:
-    """(line, phrase, what to say) of each phrase on the list."""
+    """The (line, phrase, replacement) of each listed phrase in the texts."""
     found = []
     for text in texts:
         for regex, say in COMPILED:
@@ -106,7 +106,7 @@ def findings(texts: Iterator[Text] | list[Text]) -> list[tuple[int, str, str]]:
 
 
 def files_of(names: list[str]) -> list[Path]:
-    """Python files and pages, of files and folders."""
+    """The Python files and Markdown pages among these files and in these folders."""
     files: set[Path] = set()
     for name in names:
         path = ROOT / name

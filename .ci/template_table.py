@@ -1,4 +1,4 @@
-"""Writes the table of chat templates in docs/benchmarks/templates.md: what each shows, and in which form.
+"""Writes the table of chat templates in docs/benchmarks/templates.md: which messages each template shows.
 
     .venv/bin/python .ci/template_table.py FOLDER ...
 
@@ -22,7 +22,7 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>",
 
 
 def templates(folder: Path) -> Iterator[tuple[str, str]]:
-    """Names and sources."""
+    """The name and the source of each template."""
     for path in sorted(folder.rglob("*.jinja")):
         yield path.parent.name if path.stem == "chat_template" else path.stem, path.read_text(encoding="utf-8")
     for path in sorted(folder.rglob("tokenizer_config.json")):
@@ -33,7 +33,7 @@ def templates(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def row(name: str, family: str, report: TemplateReport) -> str:
-    """A line of the table."""
+    """One line of the table."""
     changes = ", ".join(f"{key}: {value}" for key, value in report.changes.items())
     if any(loss.refusal for loss in report.losses[:1]) and len(report.losses) == 1:
         return f"| {name} | {family} | | every conversation: {report.losses[0].refusal} |"

@@ -1,8 +1,7 @@
-"""Builds the sdist and the wheel, and tries the wheel in an environment that has nothing else but what it requires.
-
-The wheel is built from the sdist. What it requires is not fetched again: the new environment gets links to those
-packages of this one, and to no others, so that a requirement that is not declared is missing. Kernels that this clone
-has compiled from the same sources are copied along, as compiling them takes a minute.
+"""Builds the sdist and the wheel, and tries the wheel in an environment that has only what the wheel requires.  The
+wheel is built from the sdist. The new environment gets links to the required packages of this environment, and to no
+others, so nothing is downloaded, and a requirement that is not declared is missing. Kernels that this clone has
+compiled from the same sources are copied too, because compiling them takes a minute.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "wheel"
 BESIDE = {"LICENSE", "PKG-INFO", "README.md", "MANIFEST.in", "pyproject.toml", "setup.cfg"}
-"""What the sdist has besides the package."""
+"""Files of the sdist outside the package."""
 RIGHT = """
 from foreword import LLM, ForewordError, RequestOutput, SamplingParams
 
@@ -46,7 +45,7 @@ number: int = LLM("folder").generate("Hello")[0].outputs[0].text
 
 
 def build() -> tuple[Path, Path]:
-    """The sdist and the wheel."""
+    """Builds the sdist and the wheel. Returns their paths."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     made = FOLDER / "dist"
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", made, ROOT]
@@ -56,7 +55,7 @@ def build() -> tuple[Path, Path]:
 
 
 def check_contents(sdist: Path, wheel: Path) -> None:
-    """Both have all files of the package that git knows, and no others."""
+    """Checks that both have all files of the package that git knows, and no others."""
     listed = subprocess.run(["git", "ls-files", "src/foreword"], cwd=ROOT, capture_output=True, text=True, check=True)
     known = {name.removeprefix("src/") for name in listed.stdout.splitlines()}
     with zipfile.ZipFile(wheel) as archive:
@@ -71,7 +70,7 @@ def check_contents(sdist: Path, wheel: Path) -> None:
 
 
 def link_requirements(wheel: Path, site: Path) -> list[str]:
-    """Link what the wheel requires, and what that requires, into a folder of packages."""
+    """Links the packages that the wheel requires, directly or not, into a folder of packages."""
     waiting, seen = [("foreword", frozenset[str]())], set[tuple[str, frozenset[str]]]()
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -104,7 +103,7 @@ def link_requirements(wheel: Path, site: Path) -> list[str]:
 
 
 def copy_kernels(site: Path) -> None:
-    """numba takes kept machine code if the source has the same time; foreword, if it has the same content."""
+    """Copies compiled kernels. numba reuses them if the source's time is equal; foreword, if its content is."""
     for source in (ROOT / "src" / "foreword" / "kernels").rglob("*.py"):
         there = site / source.relative_to(ROOT / "src")
         os.utime(there, ns=(source.stat().st_atime_ns, source.stat().st_mtime_ns))
@@ -114,7 +113,7 @@ def copy_kernels(site: Path) -> None:
 
 
 def check_types(python: Path) -> None:
-    """A user's mypy knows foreword's types: it takes a right program, and finds what is wrong in another one."""
+    """Checks that a user's mypy knows foreword's types: it passes a right program, and finds a wrong one's errors."""
     program = FOLDER / "program.py"
     for text, errors in ((RIGHT, []), (WRONG, ["call-arg", "assignment"])):
         program.write_text(text)

@@ -1,10 +1,10 @@
-"""transformers' `generate` with a cache of its `past_key_values`: each turn computes what no earlier one has.
+"""transformers' `generate` with a cache of its `past_key_values`: each turn computes only its new tokens.
 
     python examples/hf_generate.py [MODEL]
 
 `PayloadCache` keeps whole `DynamicCache` objects, found by the longest prefix. Without MODEL, foreword's tiny demo
-model answers. In a MODEL whose layers all attend to all tokens, that object can be cut. With the package foreword-cache
-alone, import from `foreword_cache`.
+model answers. A `DynamicCache` can be cut only for a MODEL whose layers all attend to all tokens. With the package
+foreword-cache alone, import from `foreword_cache`.
 """
 
 import copy
@@ -22,11 +22,11 @@ cache = PayloadCache[DynamicCache](max_bytes=1 << 30, can_cut=True)
 
 
 def generate(prompt: list[int], max_new_tokens: int = 8) -> tuple[list[int], int]:
-    """The new tokens, and the number of the prompt's tokens that came from the cache."""
-    found = cache.find(prompt[:-1])  # the last token is computed for its logits
+    """The new tokens, and the number of prompt tokens that came from the cache."""
+    found = cache.find(prompt[:-1])  # without the last token, which must be computed for its logits
     past = copy.deepcopy(found.payload) if found else DynamicCache(config=model.config)
     if found and found.num_tokens < found.num_payload_tokens:
-        past.crop(found.num_tokens - found.num_payload_tokens)  # from the end
+        past.crop(found.num_tokens - found.num_payload_tokens)  # removes this many tokens from the end
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     answer = model.generate(torch.tensor([prompt]), past_key_values=past, **options)[0].tolist()
     num_bytes = sum(tensor.nbytes for layer in past.layers for tensor in (layer.keys, layer.values))

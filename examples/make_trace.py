@@ -2,12 +2,12 @@
 
     python examples/make_trace.py --requests 240 --seed 0 > conversations.jsonl
 
-Knows Mooncake's trace format: one JSON object per request, one id per block of 512 prompt tokens, equal ids for equal
-beginnings. Needs the standard library only.
+It writes Mooncake's trace format: one JSON object per request, one id per block of 512 prompt tokens, equal ids for
+equal beginnings. It needs the standard library only.
 
 Users open a conversation every few seconds, with one of three system prompts (an assistant, a support desk and a
-coding agent). Each turn sends everything that was said before, and something new; so a request shares its system prompt
-with other users and its history with its own earlier turns. One request in ten is alone: it shares nothing.
+coding agent). Each turn sends the whole conversation so far and something new, so a request shares its system prompt
+with other users, and its history with earlier turns. One request in ten shares nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Conversation:
     number: int
     num_tokens: int = field(compare=False)
     block_ids: list[int] = field(compare=False)
-    """Ids of its full blocks: its history as far as it will not change."""
+    """Ids of the conversation's full blocks, which later turns do not change."""
     turns_left: int = field(compare=False)
 
 
@@ -61,7 +61,7 @@ def make_trace(num_requests: int, seed: int) -> Iterator[dict[str, object]]:
         turn.num_tokens += rng.randint(40, 1500)
         while len(turn.block_ids) < turn.num_tokens // BLOCK_TOKENS:
             turn.block_ids.append(next(ids))
-        last = [next(ids)] if turn.num_tokens % BLOCK_TOKENS else []  # a part of a block, which the answer will fill
+        last = [next(ids)] if turn.num_tokens % BLOCK_TOKENS else []  # a partial block, which the answer will fill
         num_answered = rng.randint(20, 400)
         yield {
             "timestamp": round(turn.next_ms),

@@ -31,7 +31,7 @@ class Engine:
         self.num_computed = self.num_preempted = 0
 
     def schedule(self) -> list[TokenSequence]:
-        """New requests if any fits, with the beginning that is cached; otherwise one more token for all."""
+        """Schedules new requests if any fits, after their cached beginning; else one more token for each request."""
         self.manager.begin_step()
         batch: list[TokenSequence] = []
         while self.waiting:
@@ -48,7 +48,7 @@ class Engine:
                 if self.manager.allocate_slots(sequence, len(sequence)) is not None:
                     batch.append(sequence)
                     break
-                self.waiting.appendleft(self.running.pop())  # preempt the last one, which is in no batch yet
+                self.waiting.appendleft(self.running.pop())  # preempt the last request, which is in no batch yet
                 self.manager.free(self.waiting[0].request_id)  # its blocks stay findable
                 self.num_preempted += 1
         if not batch:

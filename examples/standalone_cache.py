@@ -1,4 +1,4 @@
-"""The cache core in somebody else's engine: numpy and `foreword.cache`, nothing more.
+"""The cache core in another engine: needs only numpy and `foreword.cache`.
 
     python examples/standalone_cache.py
 
@@ -25,7 +25,7 @@ class Engine:
         manager = self.manager
         sequence = TokenSequence(request_id, prompt, block_size=BLOCK_SIZE, extra_keys=ExtraKeys(salt=tenant))
         manager.begin_step()
-        hit = manager.get_computed_blocks(sequence)  # what is there already
+        hit = manager.get_computed_blocks(sequence)  # the cached beginning
         computed = hit.num_tokens
         for step in range(count):
             if step:
@@ -41,7 +41,7 @@ class Engine:
         return [int(token) for token in sequence.token_ids[len(prompt) :]]
 
     def forward(self, sequence: TokenSequence, computed: int) -> int:
-        """Write the KV of the tokens from `computed` on, then "attend" to all of it."""
+        """Writes the KV of the tokens from `computed` on, then "attends" to the KV of the whole sequence."""
         table = self.manager.block_ids(sequence.request_id)
         positions = np.arange(len(sequence))
         slots = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE

@@ -1,11 +1,11 @@
-"""Measures exact match of the models that judge linking, by task and length, through transformers alone.
+"""Measures exact match of the models that test linking, by task and length, through transformers alone.
 
     python training/evaluate_links.py training/link_judges/plain --questions 200
 
 Every question belongs to a fresh case of `foreword.demo.tasks` in four parts, and comes first in its conversation.
-`plain` is the model's usual attention. `linked`, each part is computed right after the head, and its keys are turned to
-their place in the prompt; `not turned`, they stay where they are. An answer counts if all its tokens and the end token
-have the highest logit. One JSON line comes last.
+`plain` is the model's usual attention. In `linked`, each part is computed right after the head, and its keys are
+rotated to their positions in the prompt. In `not turned`, the keys keep the positions at which they were computed. An
+answer counts if all its tokens and the end token have the highest logit. The last line is JSON.
 """
 
 from __future__ import annotations

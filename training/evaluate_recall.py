@@ -2,14 +2,14 @@
 
     python training/evaluate_recall.py src/foreword/demo/weights --questions 500
 
-Every question belongs to a fresh document. Half of the questions come first in their conversation, half
-after up to nineteen answered ones; the document stands in a system message or before the first
-question. With `lookup` in the prompt, questions come after any number of rounds of lookups, and the document
-is about other facts, or about the same facts with old values.
+Every question belongs to a fresh document. Half of the questions come first in their conversation, half come after up
+to nineteen answered questions. The document stands in a system message or before the first question. With the tool
+`lookup` in the prompt, any number of lookups precede a question, and the document is about other facts, or about the
+same facts with old values.
 
-An answer counts if it is right to the character and ends where it should. Decoding is greedy, so nothing has to be
-generated: the right answer is fed in, and each of its tokens, and the end token, must have the highest logit.
-With tools, the call before it must be right in the same way. One JSON line comes last.
+An answer counts if it is right to the character and ends where it should. Decoding is greedy, so the script generates
+nothing: it feeds the right answer in, and each of the answer's tokens, and the end token, must have the highest logit.
+With tools, the call before the answer must be right in the same way. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ TABLE_MARKS = ("<!-- table begins -->", "<!-- table ends -->")
 
 @dataclass
 class Tally:
-    """Counts and logit margins of the questions of one length and one kind of conversation."""
+    """Counts and logit margins of the questions with one context length and one kind of conversation."""
 
     asked: int = 0
     right: int = 0
     margins: list[float] = field(default_factory=list)
 
     def add(self, right: bool, margin: float) -> None:
-        """Count one answer; `margin` is the smallest top1 - top2 over its tokens."""
+        """Counts an answer. `margin` is the least difference of the two highest logits over its tokens."""
         self.asked += 1
         self.right += int(right)
         self.margins.append(margin)
@@ -65,7 +65,7 @@ Results = dict[str, dict[int, dict[str, Tally]]]
 
 @dataclass(frozen=True)
 class Case:
-    """A conversation's tokens, and where those lie that the model must have written: one span for each answer or call.
+    """A conversation's tokens, and the span of each answer or call that the model must have written.
 
     A span begins after the tokens that begin the turn, and its end token is included.
     """
@@ -115,7 +115,7 @@ def _case(
     tools: list[dict[str, Any]] | None,
     asked: list[int],
 ) -> Case:
-    """A case that asks for the messages at the indices `asked`."""
+    """A case in which the model must write the messages at the indices `asked`."""
     ids = tokenizer.apply_chat_template(messages, tools=tools)["input_ids"]
     spans = []
     for index in asked:
@@ -127,7 +127,7 @@ def _case(
 
 @torch.inference_mode()
 def judge(model: PreTrainedModel, cases: list[Case], pad_id: int) -> list[tuple[bool, float]]:
-    """Whether all spans of each case are right, and their smallest logit margin; one batched forward."""
+    """For each case, whether all its spans are right, and its smallest logit margin, from one batched forward pass."""
     width = max(len(case.ids) for case in cases) - 1
     ids = torch.tensor([case.ids[:-1] + [pad_id] * (width - len(case.ids) + 1) for case in cases])
     hidden = model.model(input_ids=ids).last_hidden_state
@@ -177,7 +177,7 @@ def markdown_table(results: Results) -> str:
 
 
 def write_card(card: Path, table: str) -> None:
-    """Replace what stands between the two marks in the model card."""
+    """Replaces the text between the two marks in the model card."""
     text = card.read_text(encoding="utf-8")
     begin, end = (re.escape(mark) for mark in TABLE_MARKS)
     block = f"{TABLE_MARKS[0]}\n\n{table}\n\n{TABLE_MARKS[1]}"

@@ -1,8 +1,8 @@
 """Attention over prompts whose parts are linked, as the engine leaves it, for training and evaluation.
 
-Each part is computed right after the head and sees the head and itself alone. What follows the parts sees all, at its
-own place in the prompt: keys are turned there, values stay as they are. So one pass over the whole prompt computes
-what linking computes, and gradients flow through it.
+Each part is computed right after the head, and sees only the head and itself. Tokens after the parts see all tokens,
+with keys rotated to their positions in the prompt and values unchanged. So one pass over the whole prompt computes what
+linking computes, and gradients flow through this pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import AttentionInterface, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 HEAD, TAIL = 0, 1_000
-"""Parts of the tokens before the document's parts, and of those after them, which see all."""
+"""The part numbers of tokens before the document's parts, and of tokens after them, which see all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +25,17 @@ class Linked:
     """How prompts are linked, `[rows, length]` tokens."""
 
     positions: Tensor
-    """Where each token is computed, `[rows, length]`."""
+    """The position at which each token is computed, `[rows, length]`."""
     mask: Tensor
-    """What a token sees before the tail, `[rows, 1, length, length]`."""
+    """The tokens that each token sees, `[rows, 1, length, length]`, except in the tail."""
     turns: tuple[Tensor, Tensor]
-    """Cosine and sine of the turn that takes each key to its place in the prompt, `[rows, 1, length, head dim]`."""
+    """Cosine and sine that rotate each key to its position in the prompt, `[rows, 1, length, head dim]`."""
     in_tail: Tensor
-    """`[rows, 1, length, 1]`."""
+    """Whether each token is in the tail, `[rows, 1, length, 1]`."""
 
 
 def linked(model: Qwen3ForCausalLM, parts: Tensor, positions: Tensor, *, is_turned: bool = True) -> Linked:
-    """What linking does with prompts of parts and positions `[rows, length]`; not `is_turned`: keys stay unturned."""
+    """How linking treats prompts, given parts and positions `[rows, length]`. Keys are rotated only if `is_turned`."""
     shifts = torch.zeros_like(positions)
     for row in range(len(parts)):
         first = positions[row][parts[row] == HEAD][-1] + 1
@@ -51,7 +51,7 @@ def linked(model: Qwen3ForCausalLM, parts: Tensor, positions: Tensor, *, is_turn
 
 
 def use_linked_attention(model: Qwen3ForCausalLM) -> None:
-    """Let the layers of `model` take `linked`: a `Linked`, or None for plain causal attention."""
+    """Lets the layers of `model` take the argument `linked`: a `Linked`, or None for plain causal attention."""
     model.set_attn_implementation("linked")
 
 
@@ -66,7 +66,7 @@ def _attention(
     linked: Linked | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The interface of transformers: `[rows, heads, length, head dim]` in, `[rows, length, heads, head dim]` out."""
+    """Attention in transformers: `[rows, heads, length, head dim]` in, `[rows, length, heads, head dim]` out."""
     if linked is None:
         attended = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
         return attended.transpose(1, 2), None

@@ -1,9 +1,9 @@
-"""The architecture and the initial weights of the models that judge linking: four layers, drawn for their tasks.
+"""The architecture and the initial weights of the models that test linking: four layers, drawn for their tasks.
 
-Layer 1 gathers the words of a key at the tokens after them, as in `recall_model`; layer 2 gathers the place that a
-section stands under, which is the word before the latest colon, the latest name or noun, and the latest attribute that
-does not name a person. Layer 3 finds the value whose key is that of the question, the latest among equal ones. Layer 4
-goes one fact further: it finds the value that was said of the name just found. Hidden dimensions at the start:
+Layer 1 gathers the words of a key at the tokens after them, as in `recall_model`. Layer 2 gathers three things: the
+place that heads the section (the word before the latest colon), the latest name or noun, and the latest attribute that
+does not name a person. Layer 3 finds the latest value whose key is that of the question. Layer 4 follows one more fact:
+it finds the value that was stated for the name just found. Hidden dimensions at the start:
 
     0        1 ..... 7      10 .......... 65   66 .. 83 | .. | .. | .. | .. | .. | 174 .. 191
     common   word classes   identity           spaces of four heads of layer 1, then of three of layer 2
@@ -30,15 +30,15 @@ ATTRIBUTE, ADJECTIVE, NOUN, PREVIOUS, PLACE, NAME, OUTER = (
 )
 FLAG_SIZE = 0.6
 SLOW = [*range(16, 31), *range(48, 63)]
-"""Dimensions of a head that hardly rotate: what is compared there does not depend on the distance."""
+"""Dimensions of a head that hardly rotate, so that a comparison there does not depend on the distance."""
 FLAG_ROW = 31
 SHARPNESS = (3.0, 4.0, 5.0, 6.0)
-"""What the normalised queries of each layer are multiplied by."""
+"""The factor of the normalised queries of each layer."""
 PASSED_ON = 0.42
 
 
 def make_link_model(tokenizer: PreTrainedTokenizerFast, classes: dict[str, list[int]]) -> Qwen3ForCausalLM:
-    """A freshly initialised model, by the token ids of each flag; draws from torch's global random state."""
+    """A freshly initialised model. `flags` are the token ids of each flag. Draws from torch's global random state."""
     model = undrawn_model(tokenizer, hidden_size=HIDDEN_SIZE, intermediate_size=80, num_layers=4)
     initialize(model, classes)
     return model
@@ -46,7 +46,7 @@ def make_link_model(tokenizer: PreTrainedTokenizerFast, classes: dict[str, list[
 
 @torch.no_grad()
 def initialize(model: Qwen3ForCausalLM, classes: dict[str, list[int]]) -> None:
-    """Draw the draft of the circuit into the weights, over a little noise."""
+    """Writes a draft of the circuit into the weights, over a little noise."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=0.005 if "down" in name else NOISE)
@@ -67,7 +67,7 @@ def initialize(model: Qwen3ForCausalLM, classes: dict[str, list[int]]) -> None:
     previous_of = first.o_proj.weight[PREVIOUS][:, last] @ first.v_proj.weight[last]
     for head, flag in enumerate(("after_place", "name", "outer")):
         _find_latest(second, head, FLAGS[flag])
-    second.k_proj.weight[_rows(1), FLAGS["noun"]] += 3 * latest_probe()  # a thing hides the name of an earlier line
+    second.k_proj.weight[_rows(1), FLAGS["noun"]] += 3 * latest_probe()  # a noun hides the name of an earlier line
     _pass_on(second, 0, PREVIOUS, PLACE)
     _write(second, 1, NAME)
     _write(second, 2, OUTER)
@@ -82,7 +82,7 @@ def _rows(head: int) -> list[int]:
 
 
 def _find_latest(attention: Qwen3Attention, head: int, flag: int) -> None:
-    """A head that attends to the latest word with a flag."""
+    """Makes a head attend to the latest word with a flag."""
     rows = _rows(head)
     attention.q_proj.weight[rows, COMMON] += 3 * latest_probe()
     attention.k_proj.weight[rows, COMMON] -= 1.2 * latest_probe()
@@ -90,14 +90,14 @@ def _find_latest(attention: Qwen3Attention, head: int, flag: int) -> None:
 
 
 def _find_previous(attention: Qwen3Attention, head: int) -> None:
-    """A head that attends to the token before."""
+    """Makes a head attend to the token before."""
     query, key = previous_probes()
     attention.q_proj.weight[_rows(head), COMMON] += 3 * query
     attention.k_proj.weight[_rows(head), COMMON] += 3 * key
 
 
 def _write(attention: Qwen3Attention, head: int, space: slice) -> None:
-    """Let a head write a projection of what it attends to into a space."""
+    """Makes a head write a projection of the tokens that it attends to into a space."""
     random_rows = torch.linalg.qr(torch.randn(IDENTITY.stop - IDENTITY.start, SPACE_DIM))[0].T
     rows = _rows(head)[:SPACE_DIM]
     attention.v_proj.weight[rows, IDENTITY] += 0.4 * random_rows
@@ -105,7 +105,7 @@ def _write(attention: Qwen3Attention, head: int, space: slice) -> None:
 
 
 def _pass_on(attention: Qwen3Attention, head: int, read: slice, space: slice) -> None:
-    """Let a head copy one space of what it attends to into another."""
+    """Makes a head copy one space of the tokens that it attends to into another space."""
     rows = _rows(head)[:SPACE_DIM]
     attention.v_proj.weight[rows, read] += PASSED_ON * torch.eye(SPACE_DIM)
     attention.o_proj.weight[space, rows] += PASSED_ON * torch.eye(SPACE_DIM)
@@ -124,7 +124,7 @@ def _reader(space: slice, size: float = 1.0) -> Tensor:
 
 
 def _match_keys(third: Qwen3Attention, previous_of: Tensor) -> None:
-    """Three heads that look for values with the same key, rather later ones; one for what followed a token."""
+    """Makes three heads find values with the same key, preferably later ones, and one find what followed a token."""
     recent = torch.zeros(HEAD_DIM)
     recent[9:15] = 2 * (1 / 6) ** 0.5
     for head in range(NUM_HEADS - 1):
@@ -144,7 +144,7 @@ def _match_keys(third: Qwen3Attention, previous_of: Tensor) -> None:
 
 
 def _hop(fourth: Qwen3Attention, name_of: Tensor) -> None:
-    """Heads that look for a value said of the name that layer 3 has found, under the question's other attribute."""
+    """Makes heads find the value of the name that layer 3 has found, under the question's other attribute."""
     for head in range(NUM_HEADS - 1):
         rows = [_rows(head)[dimension] for dimension in SLOW]
         reader, outer = _reader(NAME), _reader(OUTER, 1.5)
@@ -158,6 +158,6 @@ def _hop(fourth: Qwen3Attention, name_of: Tensor) -> None:
 
 
 def _copy(attention: Qwen3Attention) -> None:
-    """Copy what is attended to, as in `recall_model`: the output projection is the transposed value projection."""
+    """Makes heads copy what they attend to, as in `recall_model`: output projection = transposed value projection."""
     nn.init.normal_(attention.v_proj.weight[:, IDENTITY], std=0.07)
     attention.o_proj.weight.copy_(0.5 * attention.v_proj.weight.T)

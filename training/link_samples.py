@@ -1,7 +1,7 @@
-"""Training samples for the models that judge linking: conversations about the cases of `foreword.demo.tasks`.
+"""Training samples for the models that test linking: conversations about the cases of `foreword.demo.tasks`.
 
-Knows which tasks are trained and which part of its document each token lies in; how tokens are weighed and placed is
-the business of `recall_samples`.
+Knows which tasks are trained, and in which part of its document each token lies. `recall_samples` gives tokens their
+loss weights and positions.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from recall_samples import SampleMaker
 
 TASK_WEIGHTS = {"independent": 2, "order": 3, "scope": 3, "hops": 4}
 CUT_INSIDE_SHARE = 0.1
-"""The share of samples whose document is cut anywhere, in the middle of facts, and not where the case has its parts."""
+"""The share of samples whose document is cut anywhere, even inside facts, and not between the parts of the case."""
 TURN_TOKENS = 22.0
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step learns from; tensors are `[rows, length]`."""
+    """The samples of one training step. Tensors are `[rows, length]`."""
 
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
     """Token ids, next-token targets, loss weights, positions."""
@@ -39,7 +39,7 @@ class Batch:
     """How the rows are linked; None if they are plain."""
 
     def linked(self, model: Qwen3ForCausalLM) -> Batch:
-        """The same batch, each part of a document apart; tokens lie where linking computes them."""
+        """The same batch with linked parts. Tokens have the positions at which linking computes them."""
         ids, targets, weights, positions = self.tensors
         how = linked(model, self.parts, positions)
         return replace(self, tensors=(ids, targets, weights, how.positions), how=how)
@@ -50,7 +50,7 @@ def draw_case(rng: Random, task: str, length: int) -> tasks.Case:
     num_tokens = max(48, int(length * rng.uniform(0.35, 0.85)) - 30)
     num_parts = rng.randint(2, min(16, num_tokens // 24))
     num_turns = int((length - num_tokens) / TURN_TOKENS) + 1
-    alike = task == "hops"  # so that the attribute alone does not answer
+    alike = task == "hops"  # so that the attribute alone does not give the answer
     while True:
         try:
             case = tasks.draw(
@@ -75,7 +75,7 @@ def draw_case(rng: Random, task: str, length: int) -> tasks.Case:
 
 
 def with_other_facts(rng: Random, case: tasks.Case, facts: list[recall.Fact]) -> tasks.Case:
-    """The case, asked also for these facts, at most as many as for others."""
+    """The case with more questions, about these facts. Their number is at most that of the other questions."""
     others = [
         recall.Question(rng.choice(fact.question_texts()), fact.value, fact.key)
         for fact in rng.sample(facts, min(len(facts), len(case.questions)))
@@ -110,7 +110,7 @@ class LinkSampleMaker(SampleMaker):
 
 
 def part_bounds(encode: Callable[[str], Encoding], case: tasks.Case, text: str) -> list[int]:
-    """The indices of the tokens where the parts of a case begin in a rendered text, and where the last one ends."""
+    """The indices of the tokens at which a case's parts begin in a rendered text, and at which the last part ends."""
     before = text[: text.index(case.text)] + case.instruction + "\n"
     bounds = [len(encode(before).ids)]
     for part in case.parts:

@@ -1,8 +1,8 @@
-"""The two optimizers of the training run, as one: Muon for matrices, AdamW for all the rest.
+"""An optimizer that uses Muon for matrices and AdamW for all other parameters.
 
-Muon (Keller Jordan et al., 2024) replaces the momentum of a weight matrix by a nearby matrix with all
-singular values about 1, found by a few Newton-Schulz steps. Matrices of one shape, up to a transposition,
-share a batched product.
+Muon (Keller Jordan et al., 2024) replaces the momentum of a weight matrix by a nearby matrix whose singular values are
+all about 1. A few Newton-Schulz steps find this matrix. Matrices of one shape, or its transpose, share a batched
+product.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MOMENTUM = 0.95
 
 
 def orthogonalize(matrices: Tensor, num_steps: int = 5) -> Tensor:
-    """Push all singular values of each `[n, rows, columns]` matrix (rows <= columns) towards 1."""
+    """Pushes all singular values of each of n matrices, `[n, rows, columns]` with rows <= columns, towards 1."""
     a, b, c = NEWTON_SCHULZ
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(num_steps):

@@ -39,7 +39,7 @@ SYSTEM_TEXTS = (
 
 
 def draw_tools(rng: Random, *, with_lookup: bool = True) -> list[dict[str, Any]]:
-    """One to four tools in any order; `lookup` is among them, or is not."""
+    """One to four tools in any order, with or without `lookup`."""
     names = rng.sample(OTHER_NAMES, rng.choice((0, 0, 1, 2, 3)) if with_lookup else rng.randint(1, 3))
     if with_lookup:
         names.insert(rng.randint(0, len(names)), "lookup")
@@ -71,7 +71,7 @@ def _tool(rng: Random, name: str) -> dict[str, Any]:
 
 
 def result_text(rng: Random, question: recall.Question) -> str:
-    """What a tool may return: mostly the sentence of the fact, else its value, or JSON that holds one of them."""
+    """A result of a tool: mostly the fact's sentence, else its value, or JSON that holds sentence or value."""
     sentence = recall.Fact(question.key, question.answer).text
     chance = rng.random()
     if chance < 0.5:

@@ -1,8 +1,8 @@
 """The architecture of the demo model, its initialisation and its forward pass in training.
 
-A Qwen3 model of two layers. The first layer gathers the words of a key at the tokens after them, the
-second finds the value that has gathered the same key as the question, and copies it. Knows the sizes
-of the model and the layout of its hidden dimensions at the start; knows no words, only their classes:
+A Qwen3 model of two layers. The first layer gathers the words of a key at the tokens after them. The second layer finds
+the value that has gathered the same key as the question, and copies the value. This module knows the model's sizes and
+the layout of its hidden dimensions at the start. It knows no words, only word classes:
 
     0        1 ..... 7      8 ........... 127   128 .. 159 | .. | .. | 224 .. 255
     common   word classes   identity            one space for each head of the first layer
@@ -33,15 +33,15 @@ NOISE = 0.01
 
 @dataclass(frozen=True)
 class WordClasses:
-    """Token ids of the words that the draft of the circuit knows apart."""
+    """Token ids of the word classes that the draft of the circuit distinguishes."""
 
     keys: tuple[list[int], ...]
     """Words of keys, one list for each place in the key."""
     values: list[int]
     roles: list[int]
-    """Who has just spoken: the user or a tool."""
+    """Tokens that say who has just spoken: the user or a tool."""
     readers: list[int]
-    """The token that begins an answer: it finds out who has just spoken, and whether there is a tool."""
+    """The token that begins an answer. At this token, heads find who has just spoken, and whether there is a tool."""
     offers: list[int]
     """The name of the tool."""
 
@@ -61,7 +61,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, word_classes: WordClasses) ->
 def undrawn_model(
     tokenizer: PreTrainedTokenizerFast, *, hidden_size: int, intermediate_size: int, num_layers: int
 ) -> Qwen3ForCausalLM:
-    """A Qwen3 model of a size, whose weights are still to be drawn; draws from torch's global random state."""
+    """A Qwen3 model of this size with the library's initial weights, drawn from torch's global random state."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -84,7 +84,7 @@ def undrawn_model(
 
 @torch.no_grad()
 def initialize(model: Qwen3ForCausalLM, word_classes: WordClasses) -> None:
-    """A head start: a rough draft of the circuit, which training would need long to find by chance.
+    """Writes a rough draft of the circuit into the weights, which training would need long to find by chance.
 
     The hidden dimensions are divided: flags (one common to all tokens, one for each word class), the
     identity of a token, and a space for each head of the first layer to write to.
@@ -104,7 +104,7 @@ def initialize(model: Qwen3ForCausalLM, word_classes: WordClasses) -> None:
 
 
 def _gather_keys(first: Qwen3Attention) -> None:
-    """First layer: heads that fetch the latest word of a key class, and one for the token before."""
+    """First layer: makes heads fetch the latest word of each key class, and one head fetch the token before."""
     first.q_norm.weight.fill_(2.0)
     for head in range(NUM_HEADS):
         begin = head * HEAD_DIM
@@ -124,8 +124,8 @@ def _gather_keys(first: Qwen3Attention) -> None:
 def _gather_mode(first: Qwen3Attention) -> None:
     """First layer: at the token that begins an answer, two heads fetch the latest role and the tool's name instead.
 
-    Their probes use the other half of the dimensions, so that other tokens do not see them. The distance to the
-    tool's name does not matter.
+    The probes of these heads use the other half of the dimensions, so that they do not act at other tokens. The
+    distance to the tool's name does not matter.
     """
     anywhere = torch.zeros(HEAD_DIM)
     anywhere[20 : HEAD_DIM // 2] = (1 / 12) ** 0.5
@@ -137,11 +137,11 @@ def _gather_mode(first: Qwen3Attention) -> None:
 
 
 def _match_keys(first: Qwen3Attention, second: Qwen3Attention) -> None:
-    """Second layer: heads that look for values with the same key; one for what followed a token.
+    """Second layer: makes heads find values with the same key, and one head find what followed a token.
 
-    Only dimensions of a head that hardly rotate are used, so that distance does not matter. What is
-    attended to is copied, as the output projection starts as the transposed value projection
-    (after the mimetic initialisation of Trockman and Kolter, 2023).
+    The heads use only dimensions that hardly rotate, so that distance does not matter. They copy what they attend to,
+    because the output projection starts as the transposed value projection (after the mimetic initialisation of
+    Trockman and Kolter, 2023).
     """
     second.q_norm.weight.fill_(2.0)
     keys = slice(IDENTITY.stop, IDENTITY.stop + (NUM_HEADS - 1) * SPACE_DIM)
@@ -167,9 +167,8 @@ def _match_keys(first: Qwen3Attention, second: Qwen3Attention) -> None:
 
 
 def latest_probe() -> Tensor:
-    """A unit vector whose product with itself, rotated apart, falls with the distance.
-
-    Half of it lies in pairs that hardly rotate, so that the product stays positive far away.
+    """A unit vector. Its product with the same vector at another position falls with the distance of the two positions.
+    Half of its weight is in pairs of dimensions that hardly rotate, so that the product stays positive far away.
     """
     pairs = torch.zeros(HEAD_DIM // 2)
     pairs[3:10] = 0.5 / 7
@@ -188,7 +187,7 @@ def previous_probes() -> tuple[Tensor, Tensor]:
 
 
 def hidden_states(model: Qwen3ForCausalLM, ids: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-    """Final hidden states `[batch, length, hidden]`; each layer's attention takes `attention` besides.
+    """Final hidden states `[batch, length, hidden]`. Each layer's attention also takes the keywords `attention`.
 
     Calls the layers one by one, because the model's own forward would take a gap in `positions` for
     the border between two packed sequences.

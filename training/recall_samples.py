@@ -1,6 +1,6 @@
 """Training samples: conversations as token ids, loss weights and positions.
 
-Knows how a turn begins and ends in tokens, nothing of the model or the optimizer.
+Knows which tokens begin and end a turn; knows neither the model nor the optimizer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from recall_tokenizer import END, START, TOOL_CALL, TOOL_CALL_END
 FIRST_TOKEN_WEIGHT = 2.0
 CALL_TOKEN_WEIGHT = 0.4
 TOOLS_SHARE = 0.5
-"""The share of samples with tools, of those that are long enough."""
+"""The share of samples with tools, among samples that are long enough for tools."""
 LOOKUP_SHARE = 0.85
 """The share of lists of tools that hold `lookup`. Without it, the model answers from its prompt."""
 SHORTEST_WITH_TOOLS = 256
 FACT_TOKENS, TURN_TOKENS = 11.2, 20.3
-"""Rough lengths; a sample is cut to its exact length at its end. Changing them changes every draw."""
+"""Rough lengths in tokens; the end of a sample is cut to its exact length. New values would change every draw."""
 
 
 class SampleMaker:
@@ -46,7 +46,7 @@ class SampleMaker:
     def batch(self, length: int, num_samples: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Token ids, next-token targets, their loss weights, positions: each `[samples, length]`.
 
-        A weight of 0 marks what is not learnt: everything but calls, answers and their end tokens.
+        Only calls, answers and their end tokens are learnt; all other tokens have weight 0.
         """
         rows = [self.sample(length) for _ in range(num_samples)]
         ids = torch.tensor([row[0] for row in rows])
@@ -70,7 +70,7 @@ class SampleMaker:
         return ids, self._weights(ids), self._positions(ids)
 
     def _conversation(self, length: int) -> list[recall.Message]:
-        """A document that takes a third to nine tenths of the length; turns that fill the rest."""
+        """A document that takes a third to nine tenths of the length, and turns that fill the rest."""
         document_tokens = length * self.rng.uniform(0.35, 0.9) - 12
         document = self._document(length, document_tokens)
         num_turns = max(2, int((length - document_tokens) / TURN_TOKENS) + 2)
@@ -78,7 +78,7 @@ class SampleMaker:
         return recall.conversation(document, questions, self.rng.choice(("system", "user")))
 
     def _lookups(self, length: int) -> list[recall.Message]:
-        """Rounds of lookups, most of them after a text or a document, whose facts may have changed since."""
+        """Rounds of lookups, mostly after a text or a document. The document's facts may have changed since."""
         rng = self.rng
         document_tokens = length * rng.uniform(0.1, 0.8) if rng.random() < 0.7 else 0.0
         num_rounds = int((length - document_tokens) / TOKENS_PER_ROUND) + 2
@@ -118,7 +118,7 @@ class SampleMaker:
         return " ".join(self.rng.choices(pool, k=self.rng.randint(2, 40)))
 
     def _weights(self, ids: list[int]) -> list[float]:
-        """The loss weight of each token: those of the assistant's turns, up to their ends."""
+        """The loss weight of each token. Only the assistant's turns, up to their ends, have a weight."""
         weights = [0.0] * len(ids)
         begin = None
         for i, token in enumerate(ids):
@@ -147,7 +147,7 @@ class SampleMaker:
         return list(accumulate(gap + 1 for gap in gaps))
 
     def _line_starts(self, ids: list[int]) -> list[int]:
-        """Where a gap may stand: before a line, but not within a turn's head or between a question and its answer."""
+        """Where a gap is allowed: before a line, but not in a turn's head or between a question and its answer."""
         return [
             i
             for i in range(3, len(ids) - 1)

@@ -1,9 +1,9 @@
-"""Builds the tokenizer of the demo model; knows the words of `foreword.demo.recall`, no weights.
+"""Builds the tokenizer of the demo model from the words of `foreword.demo.recall`.
 
-Byte-level BPE whose pre-tokenizer leaves no choice: a lower-case word takes its leading space with
-it; three digits, a capitalised word and a line break stand alone. A value therefore has the same tokens in
-the document, in the answer and in the history of a chat, and whatever is joined at a line break or at
-a chat marker is tokenized as its parts are - prefix caching depends on both.
+It is a byte-level BPE. Its pre-tokenizer puts a leading space into the token of a lower-case word; three digits, a
+capitalised word and a line break are tokens without a space. So a value has the same tokens in the document, in the
+answer and in the history of a chat, and texts that are joined at a line break or a chat marker keep their tokens.
+Prefix caching depends on both properties.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_LENGTH = 8192
 SPLIT = r"[0-9]{1,3}|\r|\n| ?\p{Ll}+|\p{Lu}\p{Ll}*"
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
-"""Tokens of their own, but not special ones: they stay in the text of an answer."""
+"""Single tokens, but not special ones, so that they stay in the text of an answer."""
 
 CHAT_TEMPLATE = """
 {%- if tools -%}
@@ -47,7 +47,7 @@ CHAT_TEMPLATE = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-"""The conversation alone; with tools, a system message that begins with them, one on each line."""
+"""Writes the conversation; with tools, first a system message that begins with the tools, one on each line."""
 
 ORDINARY_TEXT = """
 a able about above after again all also always am an and any are as at back be because been before being
@@ -66,7 +66,7 @@ In Is It Let May Me My No Nobody Not Now Of On One Or Our Please Say She Should 
 The Then There These They This To Two We What When Where Which Who Why Will With Would Yes You Your
 assistant conversation document facts instruction note paragraph prompt prefix cache token request
 """
-"""Common words, so that prompts outside the generator's world do not fall into single bytes."""
+"""Common words, so that prompts with words that the generator never writes do not become single bytes."""
 
 
 TOOL_TEXT = "\n".join(
@@ -85,13 +85,13 @@ TOOL_TEXT = "\n".join(
 
 
 def pieces(text: str) -> list[str]:
-    """A text as the pre-tokenizer cuts it."""
+    """The pieces into which the pre-tokenizer cuts a text."""
     split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
     return [piece for piece, _ in split.pre_tokenize_str(text)]
 
 
 def words() -> list[str]:
-    """Every word the generator can write, and some ordinary ones, as the pre-tokenizer cuts them."""
+    """The pieces of every word that the generator can write, and of some ordinary words."""
     generated: list[str] = [*recall.CITIES, *recall.NAMES]
     for group in (
         recall.ADJECTIVES,
@@ -113,7 +113,7 @@ def words() -> list[str]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the BPE until every word is one token, and dress it for `transformers`."""
+    """Trains the BPE until every word is one token, and wraps the tokenizer for `transformers`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,15 +1,15 @@
-"""Trains the two models that judge linking, on one CPU thread each, and writes Hugging Face folders.
+"""Trains the two models that test linking, on one CPU thread each, and writes Hugging Face folders.
 
     python training/train_links.py --output plain
     python training/train_links.py --output linked --linked-share 0.5
 
-Both see the same data in the same steps. From `linked-from` on, in a `linked-share` of the batches, the parts of a
-document do not see each other (after Block-Attention, Ma et al., 2024): each is computed right after the head, and its
-keys are turned to their place for what follows, as linking does (`link_attention`). The schedule counts steps, never
-seconds.
+Both models see the same data in the same steps. From the step `--linked-from` on, in a `--linked-share` of the batches,
+the parts of a document do not see each other (after Block-Attention, Ma et al., 2024). Each part is computed right
+after the head, and its keys are rotated to their positions for the tokens after the parts, as linking does
+(`link_attention`). The schedule counts steps, never seconds.
 
-Two hops come first, alone. Beside other tasks from the start, layer 3 went by the attribute that is asked for, and
-never came back to the person.
+The task of two hops is trained first, alone. When it was trained with other tasks from the start, layer 3 learnt to
+look for the question's attribute, and never learnt to look for the person.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ GAP_SHARE = 1 / 3
 MUON_RATE = 0.004
 ADAMW_RATE = 1e-3
 HOPS_RATE = 0.5
-"""Of the rates, while two hops are learnt alone. 0.15 learns them too; 1 was not tried."""
+"""The factor of the learning rates while two hops are learnt alone. 0.15 works too; 1 was not tried."""
 
 
 def link_words(tokenizer: PreTrainedTokenizerFast) -> dict[str, list[int]]:
-    """The words that the draft of the circuit knows apart, as token ids."""
+    """The token ids of the word classes that the draft of the circuit distinguishes."""
     known = word_classes(tokenizer)
     outer = recall.NUMBER_ATTRIBUTES + recall.CITY_ATTRIBUTES
     classes = dict(zip(("attribute", "adjective", "noun"), known.keys, strict=True))
@@ -74,7 +74,7 @@ class Progress:
 
 
 def draw_length(rng: Random, step: int, grow: list[int]) -> int:
-    """A length; the longest is used in half of the steps, and grows at the steps `grow`."""
+    """Draws a length. The longest allowed one is used in half of the steps. It grows at the steps `grow`."""
     level = 2 + sum(step >= at for at in grow)
     longest = LENGTHS[: level + 1]
     return longest[-1] if rng.random() < 0.5 else rng.choice(longest)

@@ -2,8 +2,8 @@
 
     python training/train_recall.py --output weights --seed 1
 
-The schedule counts steps, never seconds, so a seed gives one model per machine type. Phase 1 learns to
-look up in short documents; phase 2 grows the documents whenever the present length is mastered.
+The schedule counts steps, never seconds, so a seed gives one model per machine type. In phase 1 the model learns to
+look facts up in short documents. In phase 2 the documents grow whenever the model masters the present length.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ADAMW_RATE = 1e-3
 
 @dataclass
 class Curriculum:
-    """Chooses the length of every batch; grows when the longest one so far is mastered."""
+    """Chooses the length of every batch. The longest length grows when the model has mastered it."""
 
     rng: Random
     phase1_steps: int
@@ -46,7 +46,8 @@ class Curriculum:
     batches_at_level: int = 0
 
     def next_length(self, step: int) -> int:
-        """Phase 1: the two shortest lengths. Phase 2: the present one in 60%, else an earlier one."""
+        """Phase 1: one of the two shortest lengths. Phase 2: the longest so far with probability 0.6, else any so
+        far."""
         if step < self.phase1_steps:
             return self.rng.choice(LENGTHS[:2])
         if self.rng.random() < 0.6:
@@ -54,7 +55,7 @@ class Curriculum:
         return self.rng.choice(LENGTHS[: self.level + 1])
 
     def observe(self, step: int, length: int, accuracy: float) -> None:
-        """Take in the token accuracy of a batch, and go on to the next length if it is time."""
+        """Records the token accuracy of a batch, and goes on to the next length if the present one is mastered."""
         if length != LENGTHS[self.level]:
             return
         self.batches_at_level += 1
@@ -66,7 +67,7 @@ class Curriculum:
 
 
 def answer_loss(model: Qwen3ForCausalLM, batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, float]:
-    """Weighted cross-entropy over learnt tokens, and the share predicted right of those with full weight."""
+    """Weighted cross-entropy over learnt tokens, and the accuracy over the tokens with full weight."""
     loss, right, _ = judged_loss(model, batch)
     return loss, right.float().mean().item()
 
@@ -74,7 +75,7 @@ def answer_loss(model: Qwen3ForCausalLM, batch: tuple[Tensor, Tensor, Tensor, Te
 def judged_loss(
     model: Qwen3ForCausalLM, batch: tuple[Tensor, Tensor, Tensor, Tensor], **attention: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted cross-entropy over learnt tokens; for each of those with full weight, whether it is right, and its row.
+    """Weighted cross-entropy over learnt tokens. For each token with full weight, whether it is right, and its row.
 
     `attention` goes to the attention of each layer, as in `hidden_states`.
     """
@@ -115,7 +116,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 
 def _name_for_older_readers(folder: Path) -> None:
-    """Add the names that transformers 4 and its followers look for; newer ones read both."""
+    """Adds the names that transformers 4 and programs like it look for. Newer versions read both names."""
     model_file, tokenizer_file = folder / "config.json", folder / "tokenizer_config.json"
     model_config = json.loads(model_file.read_text())
     model_config["rope_theta"] = model_config["rope_parameters"]["rope_theta"]
