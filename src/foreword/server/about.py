@@ -46,7 +46,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", tags=["server"])
 async def ready(request: Request) -> Response:
-    """Answer like /health, but 503 from SIGTERM on, which is before the listening socket closes."""
+    """Answer like /health until SIGTERM, then 503. The listening socket closes later."""
     if service_of(request).is_stopping:
         return json_response({"status": "stopping"}, 503)
     return await health(request)
@@ -140,7 +140,7 @@ async def cluster(request: Request) -> Response:
 
 @router.get("/v1/cluster/explain")
 async def explain(request: Request, request_id: str | None = None, limit: int = 20) -> Response:
-    """Say why requests went to their replicas, the newest first; with `request_id`, all attempts of that response."""
+    """Say why requests went to their replicas, the newest first. With `request_id`, list all attempts of a response."""
     service = _service(request)
     if not 1 <= limit <= MOST_LISTED:
         raise bad_request(f"limit={limit} is out of range; use 1 to {MOST_LISTED}", param="limit")

@@ -1,8 +1,8 @@
 """The cache's endpoints: /v1/cache, /v1/cache/explain, /reset_prefix_cache, /metrics.
 
-/v1/cache/entries lists, creates and ends entries, which keep prefixes: tenants see and end their own, operators all.
-Marks of all dialects make such entries too. /v1/cache/sessions reports and closes sessions, /v1/cache/hints takes
-orchestrators' hints.
+/v1/cache/entries lists, creates and ends entries, which keep prefixes in the cache. Tenants see and end their own
+entries, operators all entries. Cache marks in calls of all dialects make such entries too. /v1/cache/sessions reports
+and closes sessions. /v1/cache/hints takes orchestrators' hints.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 
 @router.post("/v1/cache/explain")
 async def explain(call: CallWith[ExplainRequest]) -> Response:
-    """Report which part of a prompt is cached now, and why not more. Runs nothing and counts nothing."""
+    """Report which part of a prompt is cached now, and why the rest is not. The prompt is neither run nor counted."""
     body, service, tenant = call.body, call.service, call.tenant
     plain = await read_prompt(call)
     token_ids = plain.token_ids
@@ -92,7 +92,7 @@ async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget all cached prefixes; 409 while requests hold blocks. For operators."""
+    """Forget all cached prefixes. Answers 409 while requests hold blocks. For operators."""
     service = service_of(request)
     service.operators.check(request.scope)
     await service.insight.reset()
@@ -213,7 +213,7 @@ async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, 
 
 
 async def listed_prompts(service: Service, limit: int) -> list[dict[str, Any]]:
-    """List recent prompts and their cached tokens now, for caches whose index knows only keys and has no tree."""
+    """List recent prompts with the number of tokens that are cached now. For caches whose index has no tree."""
     distinct: dict[tuple[str | None, bytes], RequestRecord] = {}
     uses: dict[tuple[str | None, bytes], int] = {}
     for record in service.records.recent(10 * limit):
@@ -252,7 +252,7 @@ class EntryChange(Body):
 
 @router.post("/v1/cache/entries")
 async def create_entry(call: CallWith[PinRequest]) -> Response:
-    """Compute a prompt, if it is not cached, and keep it for `ttl_s`. Its use does not extend this time."""
+    """Compute a prompt, if it is not cached, and keep it for `ttl_s` seconds. A use does not extend this time."""
     service = call.service
     if not service.llm.engine.entries.are_possible:
         raise bad_request("this server keeps no prefixes; start it with max_pinned_share above 0 and prefix caching")
@@ -266,7 +266,7 @@ async def create_entry(call: CallWith[PinRequest]) -> Response:
 
 
 async def _computed(service: Service, caller: Caller, prefix: str, prompt: Prompt) -> AnswerStream:
-    """Compute a prompt for its KV alone; returns the finished answer, whose token is thrown away."""
+    """Compute a prompt for its KV alone. Returns the finished answer, whose only token has no use."""
     params = SamplingParams(max_tokens=1, temperature=0.0)
     answer = await service.start(caller, new_id(prefix), [prompt], params, stream=False)
     await finished(answer)
@@ -282,7 +282,7 @@ async def list_entries(request: Request) -> Response:
 
 @router.patch("/v1/cache/entries/{entry_id}")
 async def change_entry(entry_id: str, call: CallWith[EntryChange]) -> Response:
-    """Let an entry end `ttl_s` seconds from now, whether that is sooner or later than its end so far."""
+    """Move the end of an entry to `ttl_s` seconds from now, which may be earlier or later than its end so far."""
     return json_response(await _change(call.request, entry_id, call.body.ttl_s))
 
 
@@ -294,7 +294,7 @@ async def delete_entry(entry_id: str, request: Request) -> Response:
 
 
 async def _visible(request: Request) -> tuple[str | None, bool]:
-    """Return the owner whose entries the caller may see and change, and whether it may see and change all entries."""
+    """Return the owner whose entries the caller may see and change, and whether the caller may do so with all."""
     service = service_of(request)
     if service.operators.is_operator(request.scope):
         return None, True
@@ -311,7 +311,7 @@ async def _change(request: Request, entry_id: str, ttl_s: float | None) -> dict[
 
 @router.post("/v1/cache/hints")
 async def hint(call: CallWith[HintsRequest]) -> Response:
-    """Carry out the actions of an envelope, in their order. Each payload names its `session_id`."""
+    """Carry out the actions of an envelope, in their order. Each action's payload must name its `session_id`."""
     service, hints = call.service, Hints(call.body.kv_hints)
     for number, usable_hint in hints.usable.items():
         try:
@@ -326,7 +326,7 @@ async def hint(call: CallWith[HintsRequest]) -> Response:
 
 
 async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int, hint: Hint) -> None:
-    """Carry out one action, and note its outcome. Raises UnusableHintError if the action has nothing to act on."""
+    """Carry out one action, and record its outcome. Raises UnusableHintError if the action has nothing to act on."""
     session_id = hint.action.payload.get("session_id")
     if not isinstance(session_id, str) or not session_id:
         raise UnusableHintError("rejected", "the payload names no session_id")
@@ -338,7 +338,7 @@ async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int
         return
     record = _newest(service, tenant, session_id)
     if hint.name == "prefetch":
-        caller = Caller(tenant, "cache.hints")  # not counted as a request of the session, but its blocks are
+        caller = Caller(tenant, "cache.hints")  # no request of the session, but its blocks are
         prompt = Prompt(record.prompt_token_ids, session=session_id)
         [output] = (await _computed(service, caller, "hint_", prompt)).outputs
         computed = len(prompt.token_ids) - output.num_cached_tokens
@@ -356,7 +356,7 @@ async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int
 
 
 def _newest(service: Service, tenant: Tenant, session_id: str) -> RequestRecord:
-    """Return the session's request that ended last. Raises UnusableHintError if tokens alone do not describe it."""
+    """Return the session's request that ended last. Raises UnusableHintError if its KV depends on more than tokens."""
     record = next(service.records.of_session(tenant.name, session_id), None)
     if record is None:
         raise UnusableHintError("missing", f"none of the last {MAX_RECORDS} requests is of this session")

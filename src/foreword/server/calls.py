@@ -1,11 +1,11 @@
-"""Calls: reads a body into a request, with the parts that all dialects share. It counts items before it works on them.
+"""Calls: reads a body into a request, in one way for all dialects. Items are counted before any item is processed.
 
 All endpoints read their bodies here:
 
     key -> declared length -> bytes -> number of values (json_scan.py) -> JSON -> counts, characters -> fields
     authorized()  |----------------- read_body(), and long bodies in a thread of their own ---------------------|
 
-The server checks the key before it reads the body. Long bodies leave the event loop.
+The server checks the key before it reads the body. Long bodies are processed in threads, not on the event loop.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _of_user_id(user_id: str | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[ABody_co]):
-    """A call with a tenant's key, whose body was read."""
+    """A call whose key was checked and whose body was read."""
 
     body: ABody_co
     request: Request
@@ -116,7 +116,7 @@ class Call(Generic[ABody_co]):
         return await off_loop(self.num_bytes, work)
 
     def refuse_unsupported(self, text: str = "{} is not supported by this server; leave it out") -> None:
-        """Raise APIError 400 for a field of a feature that the engine lacks; `text` has a place for its name."""
+        """Raise APIError 400 for a field of a feature that the engine lacks. `text`: the message; {} is the field."""
         name = self.body.asks_for_unsupported()
         if name is not None:
             raise bad_request(text.format(name), param=name)
@@ -141,7 +141,7 @@ class Call(Generic[ABody_co]):
 
 
 def sampling_of(body: Any) -> dict[str, Any]:
-    """Return the sampling parameters of a body that have the same names in SamplingParams; None for missing fields."""
+    """Return the fields of a body that SamplingParams has too, under the same names; None for missing fields."""
     options = getattr(body, "foreword", None)
     others = {"certify": options is not None and options.certificate, "logit_bias": _logit_bias(body)}
     return {**{name: getattr(body, name, None) for name in _SAME_NAMES}, **others}
@@ -150,11 +150,11 @@ def sampling_of(body: Any) -> dict[str, Any]:
 async def sampling_params(
     service: Service, fields: Mapping[str, Any], structured: StructuredOutputsParams | None
 ) -> SamplingParams:
-    """Return the parameters of a call. `fields`: values by name; None stands for the default of the model's files or,
-    without such a default, for that of SamplingParams.
+    """Return the parameters of a call. `fields`: values by name. None stands for the default in the model's files or,
+    if the files have none, for the default of SamplingParams.
 
     Without `max_tokens` an answer may be as long as the model allows. Raises InvalidRequestError or APIError for values
-    that exclude each other, and for forms that no answer can follow.
+    that exclude each other, and for structured outputs that no answer can follow.
     """
     explicit = {name: value for name, value in fields.items() if value is not None}
     options = {"max_tokens": None, **service.sampling_defaults, **explicit}
@@ -202,7 +202,7 @@ else:
 
 
 def operators_body_of(model: type[AnyBody]) -> Callable[..., Awaitable[AnyBody]]:
-    """Make a dependency that reads an operator's body without a tenant's key, and raises APIError 403 for others."""
+    """Make a dependency that reads the body of an operator's call. Anybody else gets APIError 401 or 403."""
 
     async def read(request: Request) -> AnyBody:
         service_of(request).operators.check(request.scope)

@@ -41,14 +41,14 @@ MAX_FAILED_STEPS = 3
 
 
 class PrefillSpeed:
-    """Seconds per prompt token, measured over steps that are mostly prefill."""
+    """Measures the seconds per prompt token, over steps that are mostly prefill."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
         self._seconds = 0.0
 
     def note_step(self, num_tokens: int, num_running: int, seconds: float) -> None:
-        """Note a step of `num_tokens` tokens for `num_running` requests. Steps that mostly decode are left out."""
+        """Add a step of `num_tokens` tokens for `num_running` requests. Steps that mostly decode are left out."""
         if num_tokens >= 2 * num_running + 16:
             self._num_tokens += num_tokens
             self._seconds += seconds
@@ -93,7 +93,7 @@ class EngineDoor(Protocol):
         return None
 
     def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
-        """Report why requests went to their engines, the newest first. For a `request_id`, report all its attempts."""
+        """Report why requests went to their engines, the newest first. With a `request_id`, report all its attempts."""
         return []
 
     def start(self) -> None:
@@ -112,8 +112,8 @@ class EngineDoor(Protocol):
         """Run a verb on every engine between two steps, and merge the results. Raises the verb's exceptions."""
 
     async def change(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
-        """Like `ask`, run a verb, which changes something. An engine that stands still runs the verb before it takes
-        requests again, so the verb may run late, or twice.
+        """Run a verb that changes something, in the way of `ask`. An engine that stands still runs the verb before it
+        takes requests again. So the verb may run late, or twice.
         """
         return await self.ask(verb, *arguments)
 
@@ -252,7 +252,7 @@ class EngineThread(EngineDoor):
             logger.exception("the cache could not be stored at the end")
 
     def _take_commands(self, wait_s: float | None) -> None:
-        """Carry out all commands, after a wait of at most `wait_s` seconds for the first one; None: without a limit."""
+        """Carry out all commands. Wait at most `wait_s` seconds for the first command; None: wait without a limit."""
         with suppress(queue.Empty):
             while True:
                 command = self._commands.get(timeout=wait_s)
@@ -382,7 +382,7 @@ class EngineThread(EngineDoor):
         for running in list(self._running.values()):
             if any(completion.finish_reason == "abort" for completion in running.output.outputs):
                 failed.add(running.stream)
-            elif running.output.finished:  # an earlier step finished it; that step was read while this one failed
+            elif running.output.finished:  # finished by an earlier step, whose results came while this step failed
                 self._move(running)
         for stream in failed:
             self._refuse(stream, step_failed(reason), "failed")

@@ -5,7 +5,7 @@ prompt of a session. The server ignores actions that it does not implement, and 
 others. A hint never makes a request fail; the answer has the outcome of each action.
 
     kv.retain    make an entry of the cache that each use refreshes    {"ttl_seconds"} or vLLM's {"directives": [...]}
-    kv.pin       make an entry that ends at its time                   {"ttl_seconds", "end"}
+    kv.pin       make an entry that ends after a fixed time            {"ttl_seconds", "end"}
     kv.demote    close the session once the request has ended          {}
     kv.prefetch  bring the prompt into the pool, and compute the tokens that no tier has   {}
 """
@@ -61,7 +61,7 @@ Outcome = Literal["accepted", "deferred", "clipped", "missing", "rejected", "ign
 """deferred: done once the answer has ended; clipped: keeps less than was asked; missing: there is nothing to act on;
 rejected: refused because of its payload or this server's settings; ignored: unknown here."""
 WHOLE = 2**63
-"""An end beyond any prompt, for hints that ask to keep the answer too. Marks cannot do that, so the end is clipped."""
+"""An end beyond any prompt, for hints that ask to keep the answer too. Only prompts are kept: the hint is clipped."""
 
 
 _RANKS: Sequence[Outcome] = get_args(Outcome)
@@ -91,7 +91,7 @@ class Hint:
         return self.action.payload.get("session_id") in (None, session_id)
 
     def mark(self, num_tokens: int) -> Mark | None:
-        """Return its mark in a prompt of this length; None if the action keeps nothing."""
+        """Return the action's mark in a prompt of `num_tokens` tokens; None if the action keeps nothing."""
         end = num_tokens if self.end is None else min(self.end, num_tokens)
         return None if self.keep is None else Mark(end, self.keep)
 
@@ -114,7 +114,7 @@ class Hints:
                 self.note(number, error.outcome, detail=str(error))
 
     def on(self, prompt: Prompt, is_uncached: bool = False) -> tuple[Mark, ...]:
-        """Return the marks of a prompt and of the hints. Prompts with links or without caching get no hints' marks."""
+        """Return the marks of a prompt and of the hints. If a prompt has links or no caching, hints are rejected."""
         num_tokens = len(prompt.token_ids)
         marks = {number: mark for number, hint in self.usable.items() if (mark := hint.mark(num_tokens)) is not None}
         if prompt.links is None and not is_uncached:
@@ -130,7 +130,7 @@ class Hints:
         return any(hint.name == "demote" and hint.is_about(session_id) for hint in self.usable.values())
 
     def note(self, number: int, outcome: Outcome, **more: Any) -> None:
-        """Note the outcome of an action. If the prompts of one call have several outcomes, the worst counts."""
+        """Record the outcome of an action. If the prompts of one call have several outcomes, the worst is kept."""
         action, earlier = self._actions[number], self._outcomes.get(number)
         if earlier is not None and _RANKS.index(earlier["outcome"]) >= _RANKS.index(outcome):
             return
@@ -142,7 +142,7 @@ class Hints:
         }
 
     def note_kept(self, number: int, entry: CacheEntry | None, num_prompt_tokens: int) -> None:
-        """Note the outcome of an action that keeps a prefix. `entry`: None if this server keeps no prefixes."""
+        """Record the outcome of an action that keeps a prefix. `entry`: None if this server keeps no prefixes."""
         if entry is None:
             self.note(number, "rejected", detail="this server keeps no prefixes (max_pinned_share)")
             return
@@ -154,7 +154,7 @@ class Hints:
         self.note(number, "accepted" if is_whole else "clipped", entry=entry.name, kept_tokens=entry.num_kept_tokens)
 
     def note_request(self, session_id: str | None, num_prompt_tokens: int, entries: Sequence[CacheEntry]) -> None:
-        """Note the outcomes for a prompt whose request has ended; `entries` are the entries of its marks."""
+        """Record the outcomes for a prompt whose request has ended. `entries`: the entries that its marks made."""
         for number, hint in self.usable.items():
             mark = hint.mark(num_prompt_tokens)
             if mark is not None:
@@ -194,7 +194,7 @@ def _read(action: KvHintAction) -> Hint:
 
 
 def _of_directives(directives: Any) -> tuple[float, int | None]:
-    """Return the longest time and the farthest end of vLLM's directives. A priority only counts as zero or not."""
+    """Return the longest time and the farthest end of vLLM's directives. A directive with the priority 0 is ignored."""
     if not isinstance(directives, list) or len(directives) > MOST_DIRECTIVES:
         raise UnusableHintError("rejected", f"directives must be a list of at most {MOST_DIRECTIVES}")
     ttl_s, ends = 0.0, list[int | None]()

@@ -46,7 +46,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def events_of(self, deltas: Sequence[Delta]) -> list[Event]:
-        """Return the events of these deltas in a streamed answer. Long work: it may run in a thread."""
+        """Return the events of these deltas in a streamed answer. Called in a thread if the deltas are long."""
 
     async def events(self) -> AsyncIterator[list[Event]]:
         """Yield the events of a streamed answer; all events of a list can be sent at once."""
@@ -125,7 +125,7 @@ def route_of(answer: AnswerStream) -> dict[str, str]:
 async def finished(answer: AnswerStream) -> list[Delta]:
     """Wait for the end of an answer, and return its deltas. Raises APIError.
 
-    The answer ends with this call, also if the client leaves or the time limit passes.
+    The answer ends with this call, even if the client leaves or the time limit passes.
     """
     try:
         return [delta async for deltas in answer.deltas() for delta in deltas]
@@ -171,7 +171,7 @@ class Frames:
     ping: bytes | None = None
     """Bytes that keep the stream alive while there is nothing to send; None: send nothing then."""
     unsent: tuple[str, int] = "", 0
-    """The text that is being sent, and where its rest begins, which a stream that ends early sends first."""
+    """The text that is being sent, and the index of its unsent rest. A stream that ends early sends the rest first."""
 
     def frame(self, event: Event) -> str:
         return f"{_data(event)}\n"
@@ -252,7 +252,7 @@ async def _pinged(events: AsyncIterator[list[Event]], ping: bytes | None) -> Asy
 
 
 class _EventStream(StreamingResponse):
-    """A stream within a time limit. The answer is closed in any case when the stream ends."""
+    """A stream with a time limit. When the stream ends, for whatever reason, the answer is closed."""
 
     def __init__(self, request: Request, writer: AnswerWriter, frames: Frames) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **route_of(writer.answer)}

@@ -37,7 +37,7 @@ class KeptResponses:
         self._num_of, self._bytes_of = Counter[str](), Counter[str]()
         """Numbers and bytes of responses, by tenant."""
         self._uses = Counter[int]()
-        """Uses of pictures, by the identity of the file. A conversation's turns share pictures, which count once."""
+        """The number of uses of each picture, by the file's identity. The bytes of a shared picture count once."""
 
     def keep(self, tenant: Tenant, messages: Messages, response: dict[str, Any]) -> None:
         """Keep a finished response, and the conversation that ends with it."""

@@ -27,9 +27,9 @@ T = TypeVar("T")
 FIRST, LATER, NO_SESSION = "first", "later", "none"
 MAX_RECORDS = 1000
 MAX_SESSIONS = 10_000
-"""Limit of the sessions with totals, which take about 5 MB. Sessions whose requests ended last are kept."""
+"""Limit of the sessions with totals, which take about 5 MB. The least recently used sessions are dropped."""
 PACE_S = 60.0
-"""Seconds after its end from which a request no longer counts for the pace at which the server answers."""
+"""A request counts for the pace at which the server answers until this many seconds after the request's end."""
 MAX_RECORD_BYTES = 128 * 2**20
 """Limit of the bytes of all finished records. Beyond this limit, the oldest are dropped."""
 RECORD_BYTES = 2048
@@ -51,7 +51,7 @@ class ListenerHealth:
         self._logged: float | None = None
 
     def failed(self, error: Exception | str) -> None:
-        """Note a failed attempt, with its exception or a reason."""
+        """Record a failed attempt, with its exception or a reason."""
         self.num_failures += 1
         self.failure = error if isinstance(error, str) else what_failed(error)
         now = time.monotonic()
@@ -73,7 +73,7 @@ class ListenerHealth:
 
 
 class Listener(Generic[T]):
-    """Calls a function with events. The function's exceptions are noted and not raised."""
+    """Calls a function with events. The function's exceptions are recorded, not raised."""
 
     def __init__(self, name: str, tell: Callable[[T], None]) -> None:
         self.health = ListenerHealth(name)
@@ -99,7 +99,7 @@ def what_failed(error: Exception) -> str:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The life of one prompt. Moments are `time.monotonic()` seconds."""
+    """The life of one prompt. Times are seconds of `time.monotonic()`, except `created`."""
 
     response_id: str
     """The id that the client sees; the prompts of one call share it."""
@@ -114,11 +114,11 @@ class RequestRecord:
     trace_parent: str | None = None
     """W3C `traceparent` header of the call; None without this header."""
     template_digests: Mapping[str, str] = field(default_factory=dict)
-    """Digests, by name, of the chat template's inputs besides the messages."""
+    """Digests of the chat template's inputs, except the messages, by the input's name."""
     num_choices: int = 1
     stream: bool = False
     is_uncached: bool = False
-    """Whether the call asked to leave the cache out."""
+    """Whether the call asked to bypass the cache."""
     created: float = field(default_factory=time.time)
     """Seconds since 1970."""
     arrival_time: float = field(default_factory=time.monotonic)
@@ -129,9 +129,9 @@ class RequestRecord:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     explanation: LookupExplanation | None = None
-    """Result of its cache lookup. Clients must see `salt_differs` as `never_seen`."""
+    """The result of the prompt's cache lookup. Clients must be shown `never_seen` in place of `salt_differs`."""
     adapter: str | None = None
-    """The digest of the adapter that computes all its tokens; None without an adapter that begins at token 0."""
+    """The digest of the adapter that computes all tokens; None if no adapter begins at token 0."""
     adapter_begins_inside: bool = False
     link_method: str | None = None
     """The method of linking that the call asked for; None for a plain prompt."""
@@ -140,7 +140,7 @@ class RequestRecord:
     has_gaps: bool = False
     """Whether tokens have other positions than in the plain prompt."""
     jumps: tuple[tuple[int, int], ...] = ()
-    """Index and position of each token before the first link that follows a gap between positions."""
+    """For each gap in the positions before the first link: index and position of the token after the gap."""
     spans: tuple[tuple[int, str], ...] = ()
     """For each picture or embedding: the index of its first token, and the digest of its content."""
     link: LinkReport | None = None
@@ -237,7 +237,7 @@ class TenantStats(Totals):
 
 @dataclass(slots=True)
 class SessionStats(Totals):
-    """Totals of one session. Moments are seconds since 1970."""
+    """Totals of one session. Times are seconds since 1970."""
 
     first_time: float = field(default_factory=time.time)
     last_time: float = 0.0
@@ -263,7 +263,7 @@ class Records:
         self._listeners: list[Listener[RequestRecord]] = []
 
     def on_finished(self, listener: Listener[RequestRecord]) -> None:
-        """Call `listener` with every closed record, on the engine's thread. So it must be quick."""
+        """Call `listener` with every closed record. It runs on the engine's thread, so the listener must be quick."""
         self._listeners.append(listener)
 
     def listeners(self) -> list[ListenerHealth]:
@@ -290,7 +290,7 @@ class Records:
             listener(record)
 
     def _count_session(self, record: RequestRecord) -> str:
-        """Count a record for its session, if it ran. Returns FIRST, LATER or NO_SESSION."""
+        """Count a record for its session, if the request ran. Returns FIRST, LATER or NO_SESSION."""
         if record.session_id is None or record.first_scheduled_time is None:
             return NO_SESSION
         stats = self._sessions.setdefault((record.tenant, record.session_id), SessionStats())
@@ -325,7 +325,7 @@ class Records:
         return (each for each in records if each.session_id == session_id and each.first_scheduled_time)
 
     def expected_wait_s(self, num_ahead: int) -> int:
-        """Estimate the seconds, 1 to 600, in which the server answers this number of choices, at its recent pace.
+        """Estimate the seconds (1 to 600) until the server has answered `num_ahead` choices, at its recent pace.
 
         If no request has ended recently, return the age of the oldest running request as a lower bound.
         """
@@ -368,7 +368,7 @@ class Records:
         return [(owner, name, stats) for (owner, name), stats in newest_first if tenant in (None, owner)][:limit]
 
     def session(self, tenant: str, session_id: str) -> SessionStats | None:
-        """Return the totals of a session; None if no request of it has ended, or if the totals are forgotten."""
+        """Return the totals of a session; None if none of its requests has ended, or if the totals were dropped."""
         with self._lock:
             return self._sessions.get((tenant, session_id))
 

@@ -94,19 +94,19 @@ class Caller:
     trace_parent: str | None = None
     """W3C `traceparent` header of the call."""
     template_digests: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the chat template's inputs besides the messages, by name."""
+    """Digests of the chat template's inputs, except the messages, by the input's name."""
     is_uncached: bool = False
-    """Whether its prompts neither use the cache nor leave anything in the cache for others."""
+    """Whether the call bypasses the cache: its prompts use no cached KV, and no other call finds their KV."""
     priority: int = 0
-    """Priority under the "priority" policy; lower goes first."""
+    """Priority under the scheduling policy "priority". Requests with lower numbers go first."""
     model: str | None = None
     """The name of the model or of an adapter; None: the model."""
     hints: Hints | None = None
-    """An orchestrator's requests to the cache, whose outcomes the answer reports; None if the call has no hints."""
+    """An orchestrator's requests to the cache; None if the call has none. The answer reports the outcomes."""
 
 
 MOST_MEDIA_BYTES = 2**30
-"""Limit in bytes of the picture files of all requests together, and the same limit of their embeddings."""
+"""Limit of the bytes of all requests' picture files together. Prompt embeddings have another limit of this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +120,20 @@ class Ending:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The fields as keyword arguments for the tokenizer's functions that render."""
+        """The fields as keyword arguments of the tokenizer's rendering functions."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMark:
-    """A place up to which a conversation's prompt is to be kept."""
+    """A place in a conversation, and how the cache keeps the prompt up to this place."""
 
     place: Place
     keep: Keep
 
 
 class Service:
-    """One engine that serves HTTP. Belongs to the event loop, unless a method says otherwise."""
+    """Serves one model by HTTP. Only the event loop may call a method, unless the method says otherwise."""
 
     def __init__(self, llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoor = in_a_thread) -> None:
         """`open_door` opens the connection to the engines.
@@ -151,7 +151,7 @@ class Service:
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
         self.crews, self.http_requests = Crews(self._max_choices), HttpRequests(logs_refusals=config.log_requests)
         self.media = self._media(config)
-        """The fetcher of pictures; None: the operator allows no domain."""
+        """Fetches pictures; None if the operator allows no domain."""
         self._closing: set[asyncio.Task[None]] = set()
         now = llm.engine.snapshot()
         self._open_access(config, now)
@@ -214,9 +214,9 @@ class Service:
         """Examine the model's chat template, and read the operator's texts."""
         tokenizer = self.llm.tokenizer
         self.ranking = Judge.open("score_template", config.score_template, RANKING, tokenizer)
-        """Puts documents before the model for a ranking; None: rankings are refused."""
+        """Makes the prompts that rank documents; None: rankings are refused."""
         self.classifying = Judge.open("classify_template", config.classify_template, CLASSIFYING, tokenizer)
-        """Puts texts before the model for a classification; None: classifications are refused."""
+        """Makes the prompts that classify texts; None: classifications are refused."""
         self.template_report = TemplateReport() if tokenizer is None else tokenizer.template_report()
         self.template_changes = [] if tokenizer is None else check_template(tokenizer)
         log_template(tokenizer, self.template_report, self.template_changes)
@@ -294,7 +294,7 @@ class Service:
         raise unknown_model(name)
 
     def kept_bytes(self) -> dict[str, int]:
-        """Estimate the bytes that ended requests leave in use, by kind. Every kind has a limit."""
+        """Estimate the bytes that stay in use after requests have ended, by kind. Every kind has a limit."""
         return {
             "records": self.records.num_finished_bytes,
             "responses": self.kept_responses.num_bytes,
@@ -312,7 +312,7 @@ class Service:
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """Sampling parameters for calls that do not give their own."""
+        """The sampling parameters that apply where a call sets none."""
         return differences(self.llm.get_default_sampling_params())
 
     @property
@@ -327,7 +327,7 @@ class Service:
         return self.llm.engine.limits.max_model_len
 
     def max_prompt_len(self, max_tokens: int | None) -> int:
-        """Return the length of the longest prompt that leaves room for `max_tokens` tokens of answer (None: one)."""
+        """Return the most tokens that a prompt may have beside an answer of `max_tokens` tokens (None: one token)."""
         limit = self.max_model_len - (max_tokens or 1)
         return max(1, limit if self.config.max_prompt_tokens is None else min(limit, self.config.max_prompt_tokens))
 
@@ -339,7 +339,7 @@ class Service:
     async def encode_each(
         self, pieces: Sequence[Piece], encode: Callable[[Piece], TokenIds], *, num_beside: int = 0, is_cut: bool = False
     ) -> list[TokenIds]:
-        """Return the token ids of the prompts of one call; `num_beside`: characters of each prompt besides its piece.
+        """Return the token ids of each piece's prompt. `num_beside`: characters of a prompt that are not in the piece.
 
         The longest piece is encoded first. If its prompt is too long, the others are not encoded. With `is_cut` no
         length is checked. Raises APIError: 400 for a prompt that is too long, 429 if the queue has no room for all.
@@ -385,7 +385,7 @@ class Service:
         ending: Ending = Ending(),
         marks: Sequence[ChatMark] = (),
     ) -> Prompt:
-        """Return the prompt of a conversation. Only for models with recurrent layers, it has the ends of messages.
+        """Return the prompt of a conversation. For models with recurrent layers, it also has the ends of messages.
 
         Marks whose place is not in the rendered text are left out. Raises ChatTemplateError, or APIError 400 for
         pictures that the model does not take.
@@ -411,7 +411,7 @@ class Service:
         self.check_length(len(token_ids))
         message_ends = await self.crews.text.run(
             lambda: self.tokenizer.message_ends(messages, token_ids, template_inputs=template_inputs)
-        )  # each beginning is rendered separately
+        )  # in a thread, because each beginning of the conversation is rendered separately
         all_ends = {*message_ends, *(mark.end for mark in placed_marks)}
         return Prompt(token_ids, message_ends=tuple(sorted(all_ends)), marks=placed_marks, begins_reply=begins_reply)
 
@@ -440,13 +440,13 @@ class Service:
             )
 
     async def spell(self, words: Sequence[str]) -> None:
-        """Find the spellings of these words in a thread, so that the engine's thread finds them ready."""
+        """Compute the spellings of these words in a thread, before the engine's thread needs the spellings."""
         await self.crews.text.run(lambda: [self.tokenizer.spellings(word) for word in words])
 
     async def compile_grammar(self, form: StructuredOutputsParams | str) -> Callable[[], TokenConstraint]:
-        """Compile a form, or the text of a Lark grammar, to constraints of answers. Raises InvalidRequestError.
+        """Compile structured outputs, or a Lark grammar's text, to constraints of answers. Raises InvalidRequestError.
 
-        It compiles in a thread, because a large schema takes a second, which is too long for the event loop.
+        The work runs in a thread, because a large schema takes a second, which is too long for the event loop.
         """
 
         def make() -> Callable[[], TokenConstraint]:
@@ -471,7 +471,7 @@ class Service:
             self.check_length(len(prompt.token_ids))
         self.check_room(num_choices)
         salt = self.tenants.namespace(caller.tenant, caller.cache_salt)
-        if caller.is_uncached:  # its blocks are evicted like others, and nobody else finds them
+        if caller.is_uncached:  # under a random salt, nobody else finds its blocks, which are evicted like others
             salt = self.tenants.namespace(caller.tenant, secrets.token_hex(16))
             params = replace(params, skip_reading_prefix_cache=True)
         adapter = await self.adapter(caller.model, caller.tenant)
@@ -498,7 +498,7 @@ class Service:
         return answer
 
     def _record(self, caller: Caller, response_id: str, number: int, prompt: Prompt, num_choices: int) -> RequestRecord:
-        """Make the record of the prompt with this number in its call."""
+        """Make the record of a prompt. `number`: the prompt's index in its call."""
         keys, links, size = prompt.extra_keys, prompt.links, self.llm.layout.block_size
         record = RequestRecord(
             response_id,
@@ -537,8 +537,8 @@ class Service:
     async def close_session(self, tenant: Tenant, session_id: str) -> int | None:
         """Close a tenant's session in every engine, and forget its totals.
 
-        Returns the number of blocks that the session left, or None if no engine knows the session. Raises APIError 503
-        if no engine can be reached.
+        Returns the number of blocks that the session gave up, or None if no engine knows the session.
+        Raises APIError 503 if no engine can be reached.
         """
         owner = self.tenants.owner(tenant)
         num_blocks = await self.thread.change(CLOSE_SESSION, owner, session_id)
@@ -574,7 +574,7 @@ class Service:
         return ExtraKeys(salt=salt, salt_offset=num_shared(prompt, self._shared_prefixes))
 
     def placed(self, prompt: Prompt, salt: str | None, adapter: Adapter | None) -> Prompt:
-        """Put a prompt into the namespace of a salt. Its keys for an adapter and for pictures stay."""
+        """Return a prompt in the namespace of a salt. It keeps its keys for an adapter and for pictures."""
         extra_keys, keys = self._extra_keys(prompt.token_ids, salt), prompt.extra_keys
         extra_keys = replace(extra_keys, adapter=keys.adapter, adapter_offset=keys.adapter_offset, spans=keys.spans)
         return replace(prompt, extra_keys=extra_keys, adapter=prompt.adapter or adapter)
@@ -584,7 +584,7 @@ class Service:
         return Prompt(token_ids, None, self._extra_keys(token_ids, salt), adapter=adapter)
 
     def owner_of(self, salt: str | None) -> str | None:
-        """Return the name of the tenant who owns the prefixes under a salt; None without salt or for unseen tenants."""
+        """Return the name of the tenant who owns a salt's prefixes; None without a salt, or for unseen tenants."""
         if salt is None:
             return None
         namespace = salt.partition("/")[0]
@@ -602,10 +602,10 @@ def _is_short(messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any] |
 
 
 def digests(inputs: Mapping[str, Any]) -> dict[str, str]:
-    """Return a digest of each of a template's inputs for records: equal for equal inputs."""
+    """Return the digest of each template input, by name. Equal inputs have equal digests."""
     return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in inputs.items()}
 
 
 def new_id(prefix: str) -> str:
-    """Make an id for a response that nobody can guess, such as `chatcmpl-...`."""
+    """Make an unguessable id for a response, such as `chatcmpl-...`."""
     return f"{prefix}{secrets.token_hex(16)}"

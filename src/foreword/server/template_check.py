@@ -125,7 +125,7 @@ def check_template(tokenizer: Tokenizer) -> list[TemplateChange]:
 
 
 def _switched(tokenizer: Tokenizer, template: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return names and inputs for the template: the default, and each switch of thinking that changes a prompt."""
+    """Return the template inputs to check, with names: no input, and each switch of thinking that changes a prompt."""
     variants: list[tuple[str, dict[str, Any]]] = [("", {})]
     for switch, value in itertools.product(SWITCHES, (False, True)):
         if re.search(rf"\b{switch}\b", template):

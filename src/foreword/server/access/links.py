@@ -1,4 +1,4 @@
-"""The methods of linking that a server offers. The operator allows links, and the gate requires right answers."""
+"""The methods of linking that a server offers. The operator allows linking, and a gate refuses inexact methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LEAST_SHARE = 0.95
-"""Default of `link_gate`: the 95% interval of the loss reaches 5 right answers in 100 prompts at most."""
+"""Default of `link_gate`: the 95% interval of a method's loss is at most 5 right answers in 100 prompts."""
 MOST_SOURCES = 1024
 """Limit of a prompt's sources. Until all sources are cached, the engine looks for each source in every step."""
 
@@ -29,7 +29,7 @@ MOST_SOURCES = 1024
 def read_gate(config: ServerConfig, *, allows_links: bool) -> Gate | None:
     """Read the gate that methods must pass; None if nothing may be linked. Raises ConfigError.
 
-    It needs no model, so that mistakes are reported before a model is loaded.
+    This needs no model, so that mistakes are reported before a model is loaded.
     """
     if not allows_links:
         for name in ("link_measurements", "link_gate"):
@@ -90,8 +90,8 @@ class ServedLinks:
     def check_parts(self, method: Method, composition: Composition) -> None:
         """Raise InvalidRequestError for a method that is not served for these parts, for example because of gaps.
 
-        A module may have its own `recompute`. If this computes fewer tokens than the method does, it counts as another
-        method. Otherwise a schema could evade the gate.
+        A module may have its own `recompute`. If it computes fewer tokens than the method does, the `recompute` counts
+        as another method. Otherwise a schema could evade the gate.
         """
         if self.gate is None:
             return
@@ -128,20 +128,20 @@ class ServedLinks:
 
 
 async def composed(service: Service, method: Method | None, num_choices: int, compose: Callable[[], T]) -> T:
-    """Return the result of `compose`, from a thread. Methods that choose by a pass of the model run one at a time.
+    """Return the result of `compose`, from a thread. Methods that choose tokens by a pass of the model run one by one.
 
     Raises APIError 429 if the queue has no room.
     """
     if method is None or method.percent is None:  # a short body may name long modules
         return await service.crews.modules.run(compose)
-    service.check_room(num_choices)  # a choice of links is a pass of the model
+    service.check_room(num_choices)  # choosing tokens takes a pass of the model
     async with service.links.choosing:
         service.check_room(num_choices)  # other calls may have come meanwhile
         return await to_its_end(compose)  # keeps the lock until the thread has ended
 
 
 async def to_its_end(function: Callable[[], T]) -> T:
-    """Run a function in a thread. A cancelled caller waits for its end, because the thread continues anyway."""
+    """Run a function in a thread. A cancelled caller waits for the function's end, because the thread continues."""
     running = asyncio.ensure_future(asyncio.to_thread(function))
     cancelled: asyncio.CancelledError | None = None
     while not running.done():

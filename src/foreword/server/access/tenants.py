@@ -12,8 +12,8 @@ A keys file is TOML, one table per tenant:
     keys = ["sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
 
 A namespace is a keyed hash of the tenant's name with the server's secret, so nobody can guess another tenant's
-namespace. No `cache_salt` and no name that a client chooses reaches a block of another tenant. A client's `cache_salt`
-makes namespaces within its tenant's namespace.
+namespace. A client cannot reach another tenant's blocks by any `cache_salt` or name that it chooses. A client's
+`cache_salt` makes namespaces within its tenant's namespace.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Tenants:
         self._quotas_work = quotas_work
         self._version: tuple[int, ...] | None = None
         self._complaint: str | None = None
-        """Why the last attempt to read the file again failed; None if it did not."""
+        """Why the last attempt to read the file again failed; None if it succeeded."""
         self._tenant_of: Mapping[bytes, Tenant] = self._always
         if keys_file is not None:
             self._version = _version(keys_file)
@@ -156,7 +156,7 @@ class Tenants:
             self._version = version
             self._tenant_of = {**self._read(self._file), **self._always}
         except ConfigError as error:
-            if str(error) != self._complaint:  # every request notices a missing file
+            if str(error) != self._complaint:  # every request finds the same error, so log it once
                 self._complaint = str(error)
                 logger.error("the keys stay as they were: %s", error)
         else:
@@ -267,7 +267,7 @@ class Quotas:
         self._limits: dict[str, tuple[str, int]] = {}
 
     def note(self, tenant: Tenant) -> None:
-        """Note a tenant's quota. Called on the event loop; the engine's thread reads the quota at a later step."""
+        """Record a tenant's quota. Called on the event loop. The engine's thread reads the quota at a later step."""
         if tenant.max_cached_blocks is not None:
             self._limits[tenant.name] = (self._tenants.namespace_of_all(tenant), tenant.max_cached_blocks)
         else:

@@ -1,4 +1,4 @@
-"""Limits on the contents of one request, checked before any work is done for single items."""
+"""Limits on the contents of one request. They are checked before single items are processed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ NUM_OTHER_VALUES = 50_000
 
 NUM_OTHER_BYTES = 2**20
 BYTES_PER_TOKEN = 12
-"""Most bytes of a token id: ten digits, a comma and a space."""
+"""The most bytes that a token id takes in JSON: ten digits, a comma and a space."""
 BYTES_PER_CHARACTER = 12
-"""Most bytes of a character in JSON: a surrogate pair whose halves are both written as escapes."""
+"""The most bytes that a character takes in JSON: a surrogate pair whose two halves are written as escapes."""
 VALUES_PER_MESSAGE = 8
 
 _NOT_TEXT = {
@@ -49,7 +49,7 @@ class BodyLimits:
     max_pictures: int = 0
     """Limit of a conversation's pictures; 0: the model takes no pictures."""
     picture_refusal: str = "takes no images"
-    """The words of errors about a server without pictures."""
+    """The words in errors for pictures, if the server takes none."""
 
     @property
     def max_characters(self) -> int:
@@ -225,7 +225,7 @@ def _has_token_ids(prompt: Any) -> bool:
 
 
 def _inner_objects(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects in a field whose number of keys is limited, with their names."""
+    """Yield the name and the value of each object in a field that may have only a limited number of keys."""
     if isinstance(value, list):
         for number, entry in enumerate(value):
             yield f"{name}[{number}]", entry

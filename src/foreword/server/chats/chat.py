@@ -26,8 +26,8 @@ from foreword.text.reply.turn import Turn
 
 Messages = Sequence[Mapping[str, Any]]
 STRIDE = 16
-"""Messages are left out in steps of this size, so that prompts of several turns begin alike. The number is not rounded
-up to a step if less than half of the room would then be used."""
+"""Messages are left out in steps of this number of messages, so that prompts of successive turns begin alike. If the
+prompt would then use less than half of the room, as few messages as possible are left out."""
 AUTO, WHOLE = ToolChoice(), Ending()
 LOWEST = -9999.0
 """Replaces the log probability of an impossible token, because JSON cannot express minus infinity."""
@@ -78,7 +78,7 @@ class Chat:
     tools: Sequence[Tool] = ()
     choice: ToolChoice = AUTO
     template_inputs: Mapping[str, Any] = field(default_factory=dict)
-    """The chat template's inputs besides messages and tools, such as `{"enable_thinking": False}`."""
+    """The chat template's inputs, except messages and tools, such as `{"enable_thinking": False}`."""
     ending: Ending = WHOLE
     shortens: bool = False
     """Whether the earliest messages are left out if the conversation is too long."""
@@ -87,15 +87,15 @@ class Chat:
     marks: Sequence[ChatMark] = ()
     """Places up to which the prompt is to be kept."""
     context: Sequence[int] = ()
-    """Tokens of an earlier answer and its prompt, before these messages."""
+    """Token ids of an earlier prompt and its answer. The messages follow them."""
     num_bytes: int = 0
-    """Length of the call's body. Work on long bodies leaves the event loop."""
+    """Length of the call's body in bytes. Work on a long body runs in a thread, not on the event loop."""
     link: str | None = None
     """The method that copies the tokens after an edit from an earlier prompt of the session; None: no copies."""
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """All inputs of the template besides the messages.
+        """All inputs of the template, except the messages.
 
         Tools are included even if no tool may be called, so that the prefix stays the same.
         """
@@ -151,7 +151,7 @@ class ChatAnswer:
         return ReplyDelta(parts, "tool_calls" if calls else delta.finish_reason)
 
     def num_reasoning_tokens(self) -> int:
-        """Count the reasoning tokens of all choices, with markers. If there is reasoning, it takes O(tokens) time."""
+        """Count the reasoning tokens of all choices, with markers. Takes O(tokens) time if there is reasoning."""
         return sum(
             self._tokenizer.num_tokens_in(choice.token_ids, reader.reasoning_spans)
             for choice in self.stream.outputs[0].outputs
@@ -191,7 +191,7 @@ async def start_chat(
         async def count(messages: Messages) -> int:
             try:
                 return len((await service.conversation(messages, inputs, chat.ending)).token_ids)
-            except (PromptTooLongError, TooManyPicturesError):  # its pictures alone are too many or too large
+            except (PromptTooLongError, TooManyPicturesError):  # the pictures alone are too many or too large
                 return max_tokens + 1
 
         max_tokens = service.max_prompt_len(params.max_tokens)
@@ -219,7 +219,7 @@ async def start_chat(
 
 
 async def _continued(service: Service, chat: Chat) -> Prompt:
-    """Return the prompt of messages after a context: the context, then the template's text after an answer's end.
+    """Return the prompt of messages that follow a context: the context, then the template's text after an answer.
 
     Raises APIError 400 if the end of an answer cannot be found in the template's text.
     """
@@ -234,7 +234,7 @@ async def _continued(service: Service, chat: Chat) -> Prompt:
 
 
 def _still_there(chat: Chat, messages: Messages) -> list[ChatMark]:
-    """Return the marks of a conversation that are still in its shortened form, with their new places."""
+    """Return the marks whose messages are still in the shortened conversation, with their new places."""
     index_of = {id(message): index for index, message in enumerate(messages)}
     marks = []
     for mark in chat.marks:
@@ -246,7 +246,7 @@ def _still_there(chat: Chat, messages: Messages) -> list[ChatMark]:
 
 
 async def num_prompt_tokens(service: Service, chat: Chat) -> int:
-    """Count the tokens of a conversation's prompt. Raises the errors of `start_chat` for chats it cannot answer."""
+    """Count the tokens of a conversation's prompt. Raises the errors of `start_chat` for chats without an answer."""
     await _tool_use(service, chat)
     return len((await service.conversation(chat.messages, chat.inputs, chat.ending)).token_ids)
 
@@ -305,7 +305,7 @@ def arguments_of(call: Call) -> dict[str, Any] | None:
 
 
 def bytes_per_token(num_top: int | None) -> int:
-    """Estimate the bytes of a token's text, with log probabilities of it and of `num_top` others (None: without)."""
+    """Estimate a token's bytes in an answer that has its log probability and `num_top` others' (None: has none)."""
     return 8 if num_top is None else 128 * (1 + num_top)
 
 

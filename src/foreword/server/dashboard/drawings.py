@@ -30,7 +30,7 @@ from foreword.text import Tokenizer
 
 NUM_BINS = 60
 MAX_CELLS = 4096
-"""Limit of the cells in the pool's map. Larger pools have several blocks in a cell."""
+"""Limit of the cells in the pool's map. In a larger pool, each cell stands for several blocks."""
 
 STATES = {
     BlockState.IN_USE: ("in use", (99, 102, 241)),
@@ -78,9 +78,9 @@ def size(num_bytes: float) -> str:
 
 
 def token_bars(prompts: Iterable[tuple[float, int, int]], now: float, window_s: float) -> str:
-    """Draw `NUM_BINS` bars of the prompt tokens of the last `window_s` seconds: found below, computed above.
+    """Draw the prompt tokens of the last `window_s` seconds as `NUM_BINS` bars: found tokens below, computed above.
 
-    `prompts`: for each, the moment of its end (`now` is of the same clock), and its found and computed tokens.
+    `prompts`: for each prompt, the time of its end (on the clock of `now`), and its found and computed tokens.
     """
     width = window_s / NUM_BINS
     bins = np.zeros((NUM_BINS, 2))
@@ -205,7 +205,7 @@ def _png(cells: npt.NDArray[np.uint8], columns: int, rows: int) -> str:
 
 
 def reuse(record: RequestRecord, tokenizer: Tokenizer | None, scale: float = 1.0, more: str = "") -> str:
-    """Draw found and computed tokens of one prompt as a bar of `scale` times the full width, and why they missed.
+    """Draw a prompt's found and computed tokens as a bar of `scale` times the full width, and why tokens were missed.
 
     `more`: HTML after the counts of tokens.
     """
@@ -246,7 +246,7 @@ def _request_row(record: RequestRecord, tokenizer: Tokenizer | None, longest: in
 
 
 def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
-    """Write why the rest of a prompt was missed, with the texts that differ there, as HTML."""
+    """Write, as HTML, why the rest of a prompt was missed, and the texts where the prompt and the cache differ."""
     explanation = record.explanation
     if explanation is None or explanation.reason is None:
         return ""
@@ -296,7 +296,7 @@ def _reason(name: str, kind: str, num_tokens: int, num_requests: int, top: int) 
 
 
 def row(name: str, number: str, more: str, shares: Mapping[str, float]) -> str:
-    """Draw a name, a number, further words in small letters, and a bar with `shares` of its width by kind."""
+    """Draw a name, a number, more words in small letters, and a bar. `shares`: fractions of its width, by kind."""
     parts = "".join(f'<i class="{kind}" style="width:{100 * share:.1f}%"></i>' for kind, share in shares.items())
     return (
         f'<div class="reason"><div><span>{escape(name)}</span><b>{number}</b><small>{more}</small></div>'
@@ -324,7 +324,7 @@ def memory_curve(look: Snapshot, curve: Sequence[CurvePoint], block_bytes: int, 
 
 
 def drawn_curve(points: Sequence[CurvePoint], size: Callable[[int], str]) -> str:
-    """Draw hit rates over sizes of the pool, with the present size first. `size` puts a number of blocks into words."""
+    """Draw the hit rate at each size of the pool, the present size first. `size` writes a number of blocks as text."""
     if not points:
         return ""
     width = 100 / len(points)
@@ -334,7 +334,7 @@ def drawn_curve(points: Sequence[CurvePoint], size: Callable[[int], str]) -> str
     band = [f"{x:.2f} {max(0.0, y - error):.2f}" for x, y, error in places]
     band += [f"{x:.2f} {min(100.0, y + error):.2f}" for x, y, error in reversed(places)]
     line = [f"{x:.2f} {y:.2f}" for x, y, _ in places]
-    shapes = f'<path class="level" d="M{line[0]}H100"/>'  # the part above it is the gain
+    shapes = f'<path class="level" d="M{line[0]}H100"/>'  # the curve's part above this line is the gain
     shapes += f'<path class="band" d="M{"L".join(band)}Z"/><path class="line" d="M{"L".join(line)}"/>'
     shapes += "".join(f'<path class="dot stroke-found" d="M{at}h0"/>' for at in line)
     sizes = "".join(_size(point, points[0], size) for point in points)
@@ -354,7 +354,7 @@ def _size(point: CurvePoint, pool: CurvePoint, size: Callable[[int], str]) -> st
 
 
 def _of_ghosts(look: Snapshot, block_bytes: int, seconds_per_token: float) -> str:
-    """Write the number of tokens that were computed again although twice the blocks would have held them."""
+    """Write the number of tokens that were computed again, and that a pool of twice the blocks would have kept."""
     stats = look.stats
     note = "Estimated for the lru policy and whole blocks, from the requests since the last reset. "
     if not look.has_ledger:
@@ -446,7 +446,7 @@ def _tier_row(tier: TierReport) -> str:
         "in use": f"{size(stats.shared_bytes)} of {size(stats.budget_bytes)}",
         "loads": count(loads.num_loads),
         "loaded": tokens(loads.num_tokens),
-        "saved": ("-" if loads.saved_s < 0 else "") + seconds(abs(loads.saved_s)),  # loads in vain cost time
+        "saved": ("-" if loads.saved_s < 0 else "") + seconds(abs(loads.saved_s)),  # below 0 if loads were in vain
         "computed instead": f"{count(loads.num_declined)} declined, {count(damaged)} blocks damaged",
         "state": "works" if stats.breaker == "closed" else f"left alone after failures ({stats.breaker})",
     }

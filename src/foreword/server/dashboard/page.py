@@ -1,4 +1,4 @@
-"""The dashboard's page: its parts, and their refresh. One snapshot of the engine a second serves all viewers."""
+"""The dashboard's page: its cards, and how they are refreshed. All viewers share the engine's snapshots."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ class Parting:
 
 
 def compared(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Choose the records to compare, by arrival: requests that ran in the commonest namespace.
+    """Return the records to compare, the oldest first: requests that ran in the most common namespace.
 
-    `records` must be in the reverse order: the latest first.
+    `records` must have the opposite order: the latest first.
     """
     ran = [record for record in records if record.first_scheduled_time is not None]
     salts = Counter(record.salt for record in ran).most_common(1)
@@ -360,7 +360,7 @@ class View:
 
 
 def tokens_per_second(records: Sequence[RequestRecord], now: float) -> tuple[float, float]:
-    """Return the generated tokens, and the prompt tokens of requests that got a first token, per second of `RATE_S`."""
+    """Return generated tokens per second of the last `RATE_S`, and tokens per second of prompts with a first token."""
     generated = prompts = 0.0
     for record in records:
         times = list(record.token_times)  # a copy, because the engine's thread appends to it

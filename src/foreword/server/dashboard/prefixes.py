@@ -38,9 +38,9 @@ _NOTHING = '<div class="empty">Choose a prefix to read it.</div>'
 
 
 def prompt_of_prefix(service: Service, nodes: Mapping[str, PrefixNode], chosen: str) -> Prompt | None:
-    """Return the beginning of a recent prompt, up to the end of the chosen node or of the longest such prompt.
+    """Return the part of a recent prompt up to the end of the chosen node.
 
-    Returns None if no recent prompt passes through the node.
+    If no recent prompt reaches this end, return the longest that enters the node. If none does, return None.
     """
     node = nodes.get(chosen)
     if node is None:
@@ -60,7 +60,7 @@ def prompt_of_prefix(service: Service, nodes: Mapping[str, PrefixNode], chosen: 
 
 
 def _goes_through(record: RequestRecord, path: list[PrefixNode]) -> bool:
-    """Say whether a prompt reaches a path's first (deepest) node and, as far as it goes, has all known tokens of it."""
+    """Say whether a prompt enters a path's first (deepest) node, and has the path's known tokens as far as it goes."""
     return record.num_prompt_tokens > path[0].start and all(
         record.prompt_token_ids[node.start : node.start + len(node.token_ids)].tolist()
         == list(node.token_ids[: record.num_prompt_tokens - node.start])

@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' text format, under vLLM's names where vLLM has them.
+"""Metrics in Prometheus' text format. Metrics that vLLM has too have vLLM's names.
 
 Counters never go back, even when the cache is reset. Hits are counted in tokens. A request's label `cache` is "hit" if
 at least half of the prompt was found. A smaller part is no sign of reuse: most prompts share a template's first tokens.
@@ -47,8 +47,8 @@ Labels = str | tuple[str, ...]
 Values = float | Mapping[Any, float]
 """One number without a label, or numbers by the texts of their labels (`Labels`)."""
 MOST_METHODS = 32
-"""Limit of the methods of linking with their own label, because clients may name any number of methods. Further methods
-count as "other"."""
+"""Limit of the linking methods that get a label. Clients may name any number of methods, so further methods count as
+"other"."""
 
 
 TierNumber = tuple[str, str, Callable[[TierReport], float]]
@@ -312,6 +312,6 @@ def _texts(labels: Labels) -> tuple[str, ...]:
 def _by_outcome(
     tier: TierReport, outcomes: tuple[Outcome, ...], counts: Mapping[str, int]
 ) -> dict[tuple[str, str], int]:
-    """Return the counts of a tier by tier and outcome. These `outcomes` and failures are there even if 0."""
+    """Return a tier's counts, by tier and outcome. Each of `outcomes` and each failure has a count, which may be 0."""
     zeros = {outcome.name.lower(): 0 for outcome in (*outcomes, *_FAILED)}
     return {(tier.name, outcome): count for outcome, count in {**zeros, **counts}.items()}

@@ -70,7 +70,7 @@ class CachedContent:
     updated_us: int
     expires_us: int
     num_tokens: int = 0
-    """The number of the source's tokens in a prompt."""
+    """The number of tokens that the source has in a prompt."""
 
     @property
     def num_bytes(self) -> int:
@@ -92,7 +92,7 @@ _CONTENT = TypeAdapter(CachedContent)
 
 
 Version = tuple[int, int, int]
-"""The version of a file. Two versions differ if the content may differ."""
+"""The version of a file: modification time in ns, bytes, inode. If the content may differ, the versions differ."""
 
 
 def _version(status: os.stat_result) -> Version:
@@ -157,7 +157,7 @@ class ContentFolder:
             return None
 
     def read(self, content_id: str) -> CachedContent | None:
-        """Read a file; None if it is gone, or, with a warning, if it is damaged or has another key.
+        """Read a file; None if it is gone. A file that is damaged or has another key is logged, and gives None too.
 
         Raises OSError, or APIError 409 if a newer version wrote the file.
         """
@@ -171,7 +171,7 @@ class ContentFolder:
             return None
 
     def write(self, item: CachedContent) -> Version:
-        """Write a resource, which is on disk when this returns. If it raises OSError, the folder is not changed."""
+        """Write a resource, which is on disk when this returns. After an OSError, the old or the new file is whole."""
         stored = self._sealed(item)
         unfinished = self._path / f"{UNFINISHED}{secrets.token_hex(8)}"
         fd = self._files.create(unfinished)
@@ -248,7 +248,7 @@ class ContentFolder:
 
 
 def newer_content(content_id: str, what: str) -> APIError:
-    """409: a newer version of foreword wrote this cached content; `what` names the part that this one does not know."""
+    """Return error 409: a newer version of foreword wrote the content. `what`: the part that this version lacks."""
     return APIError(
         409,
         f"The cached content {content_id!r} was written {what} by a newer version of foreword, which this server "
@@ -265,7 +265,7 @@ News = tuple[str, Version | None, CachedContent | APIError | None]
 
 
 class CachedContents:
-    """Cached contents by id. Belongs to the event loop, and has threads read and write the files."""
+    """Cached contents by id. Only the event loop may call it. Threads read and write the files."""
 
     def __init__(self, clock: Callable[[], float], most_of_tenant: int, folder: ContentFolder | None = None) -> None:
         """Read the folder. `clock` returns seconds since 1970."""
@@ -353,7 +353,7 @@ class CachedContents:
         await self._end_expired()
 
     async def add(self, item: CachedContent) -> None:
-        """Keep a resource. If there is a folder, the resource is on disk when this returns."""
+        """Keep a resource. If there is a folder, the resource is on disk when this returns, or a warning was logged."""
         async with self._writing:
             self._contents[item.id] = item
             await self._write(item)
@@ -403,7 +403,7 @@ class CachedContents:
             self._take(await asyncio.to_thread(self._news, folder))
 
     def _news(self, folder: ContentFolder) -> list[News]:
-        """Return name, version and content of each file that is new or has changed; version None: the file is gone.
+        """Return name, version and content of each file that is new, changed or gone. A gone file has the version None.
 
         Files that cannot be read now are left out.
         """
@@ -428,7 +428,7 @@ class CachedContents:
         for name, version, item in news:
             self._forget(name)
             if version is not None:
-                self._versions[name] = version  # also of a damaged file, so that it is read only once
+                self._versions[name] = version  # damaged files have a version too, so that each is read only once
             if isinstance(item, APIError):
                 self._newer[name] = str(item)  # the error itself would keep the file's bytes
             elif item is not None:

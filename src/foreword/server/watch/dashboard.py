@@ -127,7 +127,7 @@ def _newest(report: Report) -> str:
 
 
 def more_memory(report: Report) -> str:
-    """Draw the curve over sizes of the pool, with the counted tokens as HTML."""
+    """Draw, as HTML, the hit rate at each size of the pool, and the number of tokens that were computed again."""
     size = report.block_tokens
     if report.pool_blocks is None or size is None:
         return (
@@ -288,7 +288,7 @@ _REASONS = (
     MissReason.MEDIA_DIFFERS,
     MissReason.STATE_NOT_SAVED,
 )
-"""Reasons that a stream can show. Each label exists from the start, so that it has a rate from the first miss on."""
+"""Reasons that a stream can show. Each label exists from the start, so that its first miss changes a rate."""
 
 
 def _refusal(_: Request, error: APIError) -> Response:

@@ -1,6 +1,6 @@
 """Watcher: follows one engine's events, and reports the content and the hits of its cache.
 
-Only one thread may call it, but other threads may read a `Report`.
+Only one thread may call a `Watcher`. Any thread may read a `Report`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from foreword.server.observe.insight import lru_curve
 NUM_ROWS = 10
 """The number of sessions, and of kinds of prompts, in a report. The groups with the most tokens are listed."""
 MAX_GROUPS = 10_000
-"""Limit of the sessions, and of the kinds. Beyond it, the group whose last request is the oldest is forgotten."""
+"""Limit of the sessions, and of the kinds of prompts, in memory. The least recently used group is forgotten first."""
 NUM_NEWEST = 20
 """The number of newest requests that a report explains one by one."""
 MOST_LETTERS = 64
@@ -45,12 +45,12 @@ MAX_PREFIXES = 5
 MAX_PREFIX_SHARE = 0.1
 """The share of the running time that the search for common prefixes may take."""
 TROUBLES = ("gaps", "resyncs", "restarts", "silences", "bad", "incomplete_replays")
-"""The names of the counts of the stream's faults."""
+"""The names of the counters of faults in the stream of events."""
 NUM_RECENT = 1000
 MAX_PAST_BLOCKS = 1_000_000
-"""Limit of the blocks of kept past requests. From these the curve is made anew when the pool's size becomes known."""
+"""Limit of the blocks of past requests in memory. The curve is computed from them once the pool's size is known."""
 MIN_GROWTH = 1.1
-"""The curve is made anew when the known size of the pool grows by this factor."""
+"""The curve is computed again when the known size of the pool grows by this factor."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Tally:
         self.misses: Counter[str] = Counter()
         """The number of requests by the reason of their miss."""
         self.most_agreed_tokens = 0
-        """The most first tokens that a prompt shared with a cached sequence."""
+        """The length in tokens of the longest prefix that a prompt shared with a cached sequence."""
         self._decode = decode
         self._sessions: OrderedDict[Key | str, GroupSums] = OrderedDict()
         self._kinds: OrderedDict[Key | str, GroupSums] = OrderedDict()
@@ -87,7 +87,7 @@ class Tally:
         self.most_agreed_tokens = max(self.most_agreed_tokens, request.why.num_tokens, request.num_found_tokens)
         session = None if request.session_id is None else _printable(request.session_id)
         if request.session_id is not None and session is not None:
-            whole = hashlib.sha256(request.session_id.encode("utf-8", "surrogatepass")).hexdigest()  # it may be long
+            whole = hashlib.sha256(request.session_id.encode("utf-8", "surrogatepass")).hexdigest()  # ids may be long
             _add(self._sessions, whole, session, request)
         first = request.keys[0]
         _add(self._kinds, first, self._text(first_tokens) or str(first), request)
@@ -158,7 +158,7 @@ class Tally:
 
 
 def _printable(name: str) -> str:
-    """Shorten a client's name for its session to head and tail, without characters that control a terminal."""
+    """Return a session's name in a form for terminals: without control characters, and without a long name's middle."""
     half = MOST_LETTERS // 2
     short = name if len(name) <= MOST_LETTERS else f"{name[:half]}...{name[-half:]}"
     return short if short.isprintable() else repr(short)
@@ -182,7 +182,7 @@ logger = logging.getLogger(__name__)
 
 
 _AS_THEY_ARE = "state blocks tokens pool_blocks block_tokens stored_per_s removed_per_s batches".split()
-"""The fields of a report that are values of JSON."""
+"""The fields of a report that need no conversion for JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class Report:
     troubles: dict[str, int]
     seen: RequestCounts
     again_tokens: int
-    """Tokens that were computed again although twice the memory would have kept them."""
+    """The number of tokens that were computed again, and that twice the memory would have kept."""
     curve: tuple[CurvePoint, ...]
     """The estimated hit rates of the seen requests for multiples of the pool; empty while its size is unknown."""
     common_prefixes: tuple[CommonPrefix, ...]
@@ -212,7 +212,7 @@ class Report:
     why: dict[str, Any]
     """Missed tokens by reason, hits by session and kind of prompt, and the newest requests with their reasons."""
     verdict: str | None
-    """The explanation of a rate of 0; None for other rates."""
+    """The explanation of a hit rate of 0; None for other rates."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -221,7 +221,7 @@ class Report:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the rate is exact, in whole blocks: all requests report what they find, and no event is missing."""
+        """Whether the rate is exact in whole blocks: all requests report their hits, and no event is missing."""
         return self.state == "exact" and self.seen.is_exact
 
     def bound(self, least: str, about: str) -> str:
@@ -262,7 +262,7 @@ class Watcher:
         decode: Decode | None = None,
     ) -> None:
         """`num_blocks`: the pool's size; None if unknown. `all_report`: whether all requests ask the engine to report
-        what they find. `record`: the file of a new recording; `decode`: a tokenizer's function.
+        their hits. `record`: the file of a new recording. `decode`: converts token ids to text.
 
         Raises ConfigError or TraceError.
         """
@@ -341,7 +341,7 @@ class Watcher:
         )
 
     def _state(self) -> str:
-        """Return the state, or the addresses at which nobody answers. When these change, the log names a remedy."""
+        """Return the state, or the addresses at which nobody answers. If these addresses change, a remedy is logged."""
         silent = self._subscriber.unanswered
         if silent and silent != self._logged_silent:
             logger.warning(
@@ -360,7 +360,7 @@ class Watcher:
 
 
 class _Curve:
-    """The curve of a pool whose size becomes known late. It keeps past requests, to add them when the size is known."""
+    """The hit-rate curve of a pool whose size becomes known late. Past requests are kept, and added then."""
 
     def __init__(self) -> None:
         self._past: deque[tuple[PrefixKeys, int]] = deque()
@@ -390,7 +390,7 @@ class _Curve:
 
 
 def _numbers(keys: Sequence[Key]) -> PrefixKeys:
-    """Convert an engine's keys, signed numbers or digests, to 64-bit numbers. Of a digest the last 8 bytes count."""
+    """Convert an engine's keys to unsigned 64-bit numbers. Keys are signed numbers, or digests (the last 8 bytes)."""
     numbers = (int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key for key in keys)
     return np.array([number % 2**64 for number in numbers], np.uint64)
 
@@ -409,7 +409,7 @@ class _Recording:
         if self._start is None or request.block_tokens != self._writer.block_tokens:
             self._start, self.num_requests = request.time, 0
             self._writer.close()
-            self._writer = TraceWriter(self._file, block_tokens=request.block_tokens)  # anew, with the known size
+            self._writer = TraceWriter(self._file, block_tokens=request.block_tokens)  # again, with the known size
         self._writer.write_keys(
             timestamp_ms=round(1e3 * (request.time - self._start), 3),
             keys=request.keys[: request.num_prompt_blocks],

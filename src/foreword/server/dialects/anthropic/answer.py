@@ -95,7 +95,7 @@ class MessageAnswer(AnswerWriter):
         return message | self._context_management()
 
     def _diagnostics(self, previous_id: str | None) -> dict[str, Any] | None:
-        """Say why this prompt and an earlier one differ; None without an id, or if one begins with the other."""
+        """Say why this prompt and an earlier prompt differ; None without an id, or if one begins with the other."""
         if previous_id is None:
             return None
         record = self.answer.jobs[0].record

@@ -33,7 +33,7 @@ class CacheControl(Body):
 
 
 class _Block(Body):
-    """A part of a body in which a field with null counts as absent."""
+    """A part of a body. Its fields count as absent if they are null."""
 
     @model_validator(mode="before")
     @classmethod
@@ -225,7 +225,7 @@ class Diagnostics(Body):
 
 
 class ContextManagement(_Block):
-    """`context_management`. `endpoints.py` checks the edits, and takes only edits that can have no effect here."""
+    """`context_management`. `endpoints.py` checks the edits, and accepts only edits that can have no effect here."""
 
     edits: Annotated[list[dict[str, Any]], Field(max_length=16)] | None = None
 

@@ -1,6 +1,6 @@
 """Reads Anthropic's messages, system prompt and tools into a chat.
 
-Successive messages of one role become one turn, as at Anthropic.
+Successive messages of one role become one turn, as in Anthropic's own service.
 A system message in the middle stays in its place, so that the prompt still begins like the earlier prompts.
 """
 
@@ -54,7 +54,7 @@ class _Block:
 
 
 class Marks:
-    """The marks of a body. It must see all blocks that can have marks, in the order tools, system, messages."""
+    """The cache marks of a body. `see` must get all blocks that can have marks: tools, then system, then messages."""
 
     def __init__(self) -> None:
         self._marked: list[_Block] = []
@@ -223,7 +223,7 @@ class _MessageWriter:
                 case ThinkingBlock():
                     thoughts.append(block.thinking)
                 case RedactedThinkingBlock():
-                    pass  # only the server that encrypted it can read it
+                    pass  # only the server that encrypted the block can read it
                 case ToolUseBlock():
                     self._names[block.id] = block.name
                     message.setdefault("tool_calls", []).append(earlier_call(block.id, block.name, block.input))
@@ -255,13 +255,13 @@ def _system(blocks: Sequence[TextBlock] | None, marks: Marks) -> list[Plain]:
 
 
 def _pictures(blocks: Iterable[tuple[str, TextBlock | ImageBlock]]) -> Plain:
-    """Return a message's field with the pictures among blocks; empty without pictures."""
+    """Return the pictures among blocks as a field of a message; empty without pictures."""
     files = [block.file() for _, block in blocks if isinstance(block, ImageBlock)]
     return {PICTURES: files} if files else {}
 
 
 def _joined(blocks: Iterable[tuple[str, TextBlock | ImageBlock]], marks: Marks, index: int, begun: str = "") -> str:
-    """Join a message's content, `begun` and the texts of blocks, and have `marks` see each block."""
+    """Return a message's content: `begun`, then the texts of blocks. `marks` sees each block."""
     text, separator = begun, ""
     for where, block in blocks:
         text = f"{text}{'' if isinstance(block, ImageBlock) else separator}{block.text}"
@@ -324,7 +324,7 @@ def output_format(body: Request) -> dict[str, Any] | None:
 
 
 def _template_inputs(body: Request, template: str, *, is_forced: bool) -> Plain:
-    """Return the template's switches. Without `thinking`, the model answers at once if it can, as at Anthropic."""
+    """Return the template's inputs for thinking. Without `thinking`, the model answers at once if it can."""
     kind = "disabled" if body.thinking is None else body.thinking.type
     effort = body.output_config.effort if body.output_config is not None else None
     if kind == "enabled" and "think" not in template:

@@ -176,8 +176,9 @@ async def delete_cached_content(content_id: str, request: Request, tenant: Autho
 async def named_content(
     call: Call[GenerateContentRequest], model: str
 ) -> tuple[CachedContent, CachedBeginning] | tuple[None, None]:
-    """Return the cached content that a request names, and the chat's beginning that it holds. None twice if it names no
-    content. Raises APIError 400 or 403.
+    """Return the cached content that a request names, and the beginning of the chat from this content.
+
+    Returns (None, None) if the request names no content. Raises APIError 400 or 403.
     """
     body, service = call.body, call.service
     if body.cached_content is None:
@@ -229,7 +230,7 @@ def _gone() -> APIError:
 
 
 def _keep(service: Service, content: CachedContent) -> Keep:
-    """Return how to keep a cached content's entry. It ends together with the content, and use does not prolong it."""
+    """Return how to keep a cached content's entry. The entry ends together with the content, even if it is used."""
     left_s = max(1e-6, (content.expires_us - service.cached_contents.now_us) / 1e6)
     return Keep(left_s, RESOURCE, PREFIX + content.id, service.llm.engine.clock() + left_s, is_refreshed=False)
 
@@ -252,7 +253,7 @@ async def _compute(call: Call[CreateCachedContentRequest], content: CachedConten
     end, least = max((mark.end for mark in prompt.marks), default=0), service.llm.layout.block_size
     if end < least:
         raise bad_request(f"Cached content is too small. total_token_count={end}, min_total_token_count={least}")
-    # The prompt ends where conversations will continue. The token that it samples is thrown away. An aLoRA adapter
+    # The prompt ends where conversations will continue. The token that is sampled has no use. An aLoRA adapter
     # begins at the same place as in conversations, which may be after the end of this prompt.
     prompt = replace(prompt, adapter=await service.adapter(content.model, call.tenant)).begun()
     ends = tuple(position for position in prompt.message_ends if position <= end)
@@ -309,7 +310,7 @@ _CAN_CHANGE = {"ttl": "ttl", "expireTime": "expire_time", "expire_time": "expire
 
 
 def _check_changes(body: UpdateCachedContentRequest, query: Mapping[str, str]) -> None:
-    """Raise APIError 400 if a body changes other fields than the end. With an update mask, only its fields count."""
+    """Raise APIError 400 if a body changes other fields than the end. With an update mask, only masked fields count."""
     mask = query.get("updateMask", query.get("update_mask"))
     if mask is None:
         others = body.model_fields_set - set(_CAN_CHANGE.values())

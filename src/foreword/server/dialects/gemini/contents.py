@@ -1,7 +1,7 @@
 """Reads Google's contents, tools and thinking into a chat, and `generationConfig` into sampling.
 
-A result names its call by id or by name, or belongs to it by its place alone. Calls without ids get ids by their place
-in the conversation, so that the next turn renders the same text.
+A function's result names its call by id or by name. A result that names no waiting call belongs to the first of them.
+A call without an id gets an id from its place in the conversation, so that the next turn renders the same text.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _type(value: Any, where: str) -> dict[str, str]:
 
 
 def _properties(value: Any, order: Any, where: str) -> dict[str, Any]:
-    """Convert the properties, in the order for answers. Properties that `order` leaves out come last."""
+    """Convert properties, in the order in which answers have them. Properties that `order` leaves out come last."""
     if not isinstance(value, Mapping):
         raise bad_request(f"Invalid value for {where}: it must be an object", param=where)
     first = [name for name in order if isinstance(name, str) and name in value] if isinstance(order, list) else []
@@ -284,8 +284,8 @@ class _Conversation:
         self.messages.append({"role": "user", "content": joined_parts(texts, "user"), **pictures})
 
     def _result(self, result: GoogleFunctionResponse, where: str) -> dict[str, Any]:
-        """Return the message of a result, for the waiting call with its id, or else the first with its name, or else
-        the first.
+        """Return the message of a result. It belongs to the waiting call with the result's id, or else to the first
+        with the result's name, or else to the first waiting call.
         """
         call = take_call(self.waiting, result.id, result.name, any_name=True)
         if call is None:
@@ -363,7 +363,7 @@ def _tool_choice(tool_config: GoogleToolConfig | None, function_names: Sequence[
 
 
 def _thinking_inputs(config: ThinkingConfig, chat_template: str) -> dict[str, Any]:
-    """Return the inputs that switch thinking, as far as the template mentions them."""
+    """Return the template's inputs that switch thinking. Inputs that the template does not mention are left out."""
     budget, level = config.thinking_budget, config.thinking_level
     level = None if level == "THINKING_LEVEL_UNSPECIFIED" else level
     if budget is not None and level is not None:

@@ -176,7 +176,7 @@ class GoogleTool(GoogleBody):
     mcp_servers: Unsupported = None
 
     def asks_for_unsupported(self) -> str | None:
-        """Return the name of the first of Google's own tools. Even an empty object asks for the tool."""
+        """Return the first of Google's own tools that the call asks for (even by an empty object), or None."""
         return next((name for name in self.UNSUPPORTED if getattr(self, name) is not None), None)
 
 

@@ -125,7 +125,7 @@ def _modified(service: Service) -> str:
 
 
 def _num_bytes(model: Path) -> int:
-    """Return the bytes of the files of weights; 0 if they are not in this folder."""
+    """Return the number of bytes of the weight files at this path; 0 if there are none."""
     files = model.iterdir() if model.is_dir() else [model]
     return sum(file.stat().st_size for file in files if file.suffix in _WEIGHTS and file.is_file())
 
@@ -258,7 +258,7 @@ def _loaded(body: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:
 
 
 class Ollama(Dialect):
-    """The API of ollama's clients. A stream consists of lines of JSON. An error is such a line too."""
+    """The API of Ollama's clients. A stream consists of lines of JSON. An error is a line too."""
 
     name = "ollama"
     routers = (router,)

@@ -38,15 +38,15 @@ MOST_MARKS = 4
 FORGOTTEN = "forgotten"
 """The reason if the cache has no record of the prompt any more: it was reset, or evicted the prompt long ago."""
 UNCACHED = "uncached"
-"""The reason if one of the two compared calls asked to leave the cache out."""
+"""The reason if one of the two compared calls asked to bypass the cache."""
 HEADER = "x-foreword-cache"
 
 
 class Breakpoints:
-    """The breakpoints of one body. It must get all content that can have breakpoints, in the conversation's order."""
+    """The breakpoints of one body. `text` must get all content that can have breakpoints, in the prompt's order."""
 
     def __init__(self, num_before: int = 0) -> None:
-        """`num_before`: the number of messages before the message with the index 0."""
+        """`num_before`: the number of the prompt's messages before the message with the index 0."""
         self.seen: list[tuple[Place, str | None]] = []
         """The place of each breakpoint, and its ttl."""
         self._num_before = num_before
@@ -97,7 +97,7 @@ class Caching:
         self.is_prewarm = bool(getattr(options, "prewarm", None))
         """Whether to compute only the prompt, and no answer."""
         self.is_off = self._mode == "explicit" and not self._explicit
-        """Whether to leave the cache out."""
+        """Whether to bypass the cache."""
         asks = bool(self._explicit or options.mode or options.ttl or self.is_prewarm)
         self._marks_end = asks and self._mode == "implicit"
         if self.is_prewarm and self.is_off:
@@ -146,15 +146,15 @@ def check_beside_link(call: Call[ChatRequest] | Call[ModulesRequest], caching: C
 
 
 _TEMPLATE_REASONS = {"tools": "tools_changed", "reasoning_effort": "reasoning_effort_changed"}
-"""Inputs of a prompt besides messages, and OpenAI's name for a change of the input.
+"""For each template input: OpenAI's name for a change of this input.
 
-OpenAI's other reasons cannot occur, because the server has one model and compacts no conversations, and neither a
-text's format or verbosity nor a service tier changes a prompt.
+OpenAI's other reasons cannot occur. The server has one model and compacts no conversations, and prompts do not depend
+on a text's format, its verbosity or a service tier.
 """
 
 
 def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: int) -> dict[str, Any]:
-    """Compare a request after its lookup with an earlier request of its tenant; `earlier`: None if not found.
+    """Compare a request after its lookup with an earlier request of its tenant (None: no such request was found).
 
     `unavailable` means that the later prompt repeats or continues the earlier prompt, but was not found. The field
     `reason`, an extension, says why the earlier prompt's blocks were not found.
@@ -179,7 +179,7 @@ def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: i
 
 
 def _what_changed(record: RequestRecord, earlier: RequestRecord) -> str:
-    """Say why two prompts differ: by an input of the template, or else by the messages."""
+    """Name the cause of the difference of two prompts: an input of the template, or else the messages."""
     for name, reason in _TEMPLATE_REASONS.items():
         if record.template_digests.get(name) != earlier.template_digests.get(name):
             return reason
@@ -204,7 +204,7 @@ def _miss(reason: str, num_missed: int, num_reusable: int) -> dict[str, Any]:
 
 
 class Extras:
-    """Further fields of an answer, for which the call asked, and the caller, whose hints one of them reports."""
+    """The extra fields that a call asks for in its answer, and the call's `Caller`, whose hints one field reports."""
 
     def __init__(self, call: Call[AnyCall], endpoint: str, caching: Caching) -> None:
         self.caching = caching

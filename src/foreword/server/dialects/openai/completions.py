@@ -140,7 +140,7 @@ class ChoicesAnswer(AnswerWriter):
 
     @abstractmethod
     def _chunk_choices(self, delta: Delta) -> list[Chunk]:
-        """Return the choices of the chunks that contain new text, one for each chunk."""
+        """Return choices with the new text of a delta. Each choice becomes a chunk."""
 
 
 @router.post("/v1/chat/completions")
@@ -314,7 +314,7 @@ async def complete(call: Call[TextCall], find: Callable[[], Awaitable[Sequence[P
 def _text_sampling(body: TextCall) -> dict[str, Any]:
     if body.max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens=0 asks for nothing; use 1 or more, or echo=true", param="max_tokens")
-    # The engine always generates something; with max_tokens=0 the answer does not show it.
+    # The engine always generates a token. With max_tokens=0 the answer does not show this token.
     max_tokens = 16 if body.max_tokens is None else max(1, body.max_tokens)
     if body.score_from and (not body.echo or body.logprobs is None):
         raise bad_request("score_from is only allowed with echo=true and logprobs", param="score_from")
@@ -338,7 +338,7 @@ async def _prompts(call: Call[CompletionRequest]) -> list[Prompt]:
 
 
 async def _begun_with(field: PromptEmbeds, prompt: Any, service: Service) -> Prompt:
-    """Return the prompt of embeddings and the text or token ids after them. Raises APIError or InvalidRequestError."""
+    """Return a prompt of embeddings, then the text or token ids of `prompt`. Raises APIError or InvalidRequestError."""
     reader = service.llm.embeds
     if reader is None:
         raise bad_request(
@@ -381,7 +381,7 @@ class _Completion(ChoicesAnswer):
         self._hides_answer = body.max_tokens == 0
         self._num_each = body.n or 1
         self._texts: dict[int, Detokenizer | None] = {}
-        """For each choice that has begun, finds the places of tokens in its text; None without a tokenizer."""
+        """For each choice that has begun: finds the offsets of tokens in its text; None without a tokenizer."""
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         echoed = sum(

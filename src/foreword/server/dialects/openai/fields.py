@@ -44,22 +44,22 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """An option of vLLM: with `include_usage`, every chunk reports the usage so far."""
+    """An option of vLLM. If `include_usage` is set too, every chunk reports the usage so far."""
     include_obfuscation: bool | None = None
 
 
 class CertificateOptions(Body):
-    """Options for calls that read logits, an extension of OpenAI's API."""
+    """Options of calls that read logits. They extend OpenAI's API."""
 
     certificate: bool = False
-    """Report digests of the logits that were read, of the weights and of the arithmetic; needs log probabilities."""
+    """Whether to report digests of the read logits, the weights and the arithmetic. Needs log probabilities."""
 
 
 class ForewordOptions(CertificateOptions):
     """Options that extend OpenAI's API."""
 
     cache: bool = False
-    """Report in the response which part of the prompt was cached, and why not more."""
+    """Whether the response reports which part of the prompt was cached, and why the rest was not."""
 
 
 class JsonSchema(Body):
@@ -89,7 +89,7 @@ class Breakpoint(Body):
 
 
 class CacheOptions(Body):
-    """`prompt_cache_options`; at OpenAI only responses have the comparison."""
+    """`prompt_cache_options`. In OpenAI's own API, only responses have `comparison_response_id`."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: CacheTtl | None = None
@@ -112,7 +112,7 @@ BadWord = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`: one of these fields."""
+    """vLLM's `structured_outputs`. A call sets one of these fields."""
 
     json_schema: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -137,7 +137,7 @@ class AnyCall(Body):
     safety_identifier: Identifier | None = None
     metadata: Metadata | None = None
     service_tier: Word | None = None
-    # Ours, and vLLM's.
+    # Fields of foreword and of vLLM.
     foreword: ForewordOptions | None = None
     session_id: SessionId | None = None
     kv_hints: KvHints | None = None
@@ -176,22 +176,22 @@ class _ChoicesCall(AnyCall):
 
 
 class TextPart(Part):
-    """A piece of a message's content. Cache marks of other APIs are ignored."""
+    """A text in a message's content. Cache marks of other APIs, such as `cache_control`, are ignored."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
     prompt_cache_breakpoint: Any = None
-    """A `Breakpoint`, which caching.py checks, because it knows the part's place."""
+    """A `Breakpoint`. It is checked in caching.py, where the part's place in the prompt is known."""
 
 
 class Unmarkable(Part):
-    """A part that cannot have a breakpoint: the field is refused."""
+    """A part that cannot have a breakpoint. A request with a breakpoint here is refused."""
 
     prompt_cache_breakpoint: Any = None
 
 
 class ImageUrl(Part):
-    """`image_url` of a part. The model decides about the detail."""
+    """`image_url` of a part. A `detail` is ignored, because the model decides about it."""
 
     url: str
 
@@ -222,7 +222,7 @@ ContentPart = Annotated[TextPart, WrapValidator(_read_part, json_schema_input_ty
 
 
 def pictures_in(content: str | Sequence[TextPart] | None) -> dict[str, list[PictureFile]]:
-    """Return a plain message's field with a content's pictures; empty without pictures. Raises InvalidRequestError."""
+    """Return a content's pictures as a field of a message; empty without pictures. Raises InvalidRequestError."""
     parts: Sequence[TextPart | ImagePart] = () if content is None or isinstance(content, str) else content
     files = [part.file() for part in parts if isinstance(part, ImagePart)]
     return {PICTURES: files} if files else {}
@@ -276,7 +276,7 @@ class EarlierCall(Unmarkable):
 
 
 class ChatMessage(Unmarkable):
-    """A message; unknown fields of OpenAI's answers are ignored."""
+    """A message. Unknown fields are ignored, because clients send OpenAI's answers back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
@@ -296,7 +296,7 @@ class PredictedText(Part):
 
 
 class Prediction(Body):
-    """`prediction`: the probable text of the answer. It changes nothing but the speed."""
+    """`prediction`: the probable text of the answer. It affects only the speed."""
 
     type: Literal["content"]
     content: str | list[PredictedText]
@@ -345,7 +345,7 @@ class TextCall(_ChoicesCall):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     score_from: Count | None = None
-    """With `echo` and `logprobs`: position of the first token of the prompt that gets a log probability."""
+    """Position of the first prompt token that gets a log probability. Needs `echo` and `logprobs`."""
     best_of: Positive | None = None
     suffix: Unsupported = None
 
@@ -381,7 +381,7 @@ class CompletionRequest(TextCall):
 
 
 class _ScoringCall(Body):
-    """Fields of calls with several prompts that generate no text."""
+    """Fields of calls that read several prompts and generate no text."""
 
     HOLDS = "prompts"
 
@@ -400,7 +400,7 @@ class EmbeddingsRequest(_ScoringCall):
 
 
 class LabelCall(_ScoringCall):
-    """Fields of calls that read the logits of a few tokens after several prompts."""
+    """Fields of calls that read the logits of a few tokens after each of several prompts."""
 
     foreword: CertificateOptions | None = None
 
@@ -412,7 +412,7 @@ class ScoreRequest(LabelCall):
     items: str | Texts | TokenIdLists
     label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=128)]
     apply_softmax: bool | None = None
-    """Whether the scores of an item add up to 1. Otherwise they are probabilities among all tokens."""
+    """Whether the scores of an item add up to 1. Otherwise each score is a label's probability among all tokens."""
     item_first: bool | None = None
     """Whether the item stands before the query."""
 
@@ -445,7 +445,7 @@ class ClassifyRequest(LabelCall):
 
 
 class ModulesRequest(TextCall):
-    """POST /v1/pml/completions, /v1/pml/explain: a prompt of a schema's modules, or of documents and a question."""
+    """POST /v1/pml/completions, /v1/pml/explain: a prompt made from a schema's modules, or from documents."""
 
     HOLDS = "tokens"
 
@@ -565,7 +565,7 @@ class ReasoningItem(Unmarkable):
 
 
 class OtherItem(Unmarkable):
-    """An item of another type, which is refused by its name."""
+    """An item of any other type. The server refuses it, and the error names the type."""
 
     type: str
 
@@ -617,7 +617,7 @@ class ResponseToolChoice(Part):
 
 
 class TextFormat(Body):
-    """`text.format` of a response, whose schema is a field beside its type."""
+    """`text.format` of a response. Unlike `response_format`, it has the schema's fields beside its type."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 Message = dict[str, Any]
 
 EVENT_DEPTH = {"response.output_text.done": 2, "response.content_part.done": 3, "response.output_item.done": 5}
-"""The depth that replaces `PIECE_DEPTH` for events with a part of a response."""
+"""For events that hold only a part of a response: the depth to use in place of `PIECE_DEPTH`."""
 CUSTOM_INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -100,7 +100,7 @@ def continued(conversation: Sequence[Message], items: str | Sequence[Item], brea
                 if reasoning is not None or not messages or messages[-1]["role"] != "assistant":
                     messages.append(_assistant("", reasoning))
                     reasoning = None
-                last = messages[-1] = {**messages[-1]}  # a kept conversation stays as it is
+                last = messages[-1] = {**messages[-1]}  # a copy, because the message may belong to a kept conversation
                 call = _call(item)
                 last["tool_calls"] = [*last.get("tool_calls", ()), call]
                 names[item.call_id] = call["function"]["name"]
@@ -154,7 +154,7 @@ def called_name(name: str, namespace: str | None) -> str:
 
 
 def all_functions(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, str | None, ResponseTool]]:
-    """Yield place, namespace and tool of each function and custom tool. Raises APIError 400 for breakpoints there."""
+    """Yield place, namespace and tool of each function and custom tool. Raises APIError 400 for a tool's breakpoint."""
     for number, tool in enumerate(tools):
         where = f"tools[{number}]"
         refuse_breakpoint(tool, where)
@@ -195,7 +195,7 @@ def plain_tools(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
 
 
 def tool_choice(body: ResponsesRequest) -> ToolChoice:
-    """Return the calls that a response may make. Raises APIError 400 for a choice without its tools."""
+    """Return the calls that a response may make. Raises APIError 400 if the choice lacks the tools that it needs."""
     choice, at_most_one = body.tool_choice, body.parallel_tool_calls is False
     if choice is None or isinstance(choice, str):
         if choice == "required" and not body.tools:
@@ -217,7 +217,7 @@ Logprobs = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class CalledTool:
-    """A tool, with the names that clients use."""
+    """A client's names for a tool, which may differ from the model's name."""
 
     name: str
     namespace: str | None = None
@@ -226,10 +226,10 @@ class CalledTool:
 
 
 class OutputItems:
-    """The items of one response while its parts arrive. Its methods yield the events of the stream."""
+    """The items of one response, while the response's parts arrive. The methods yield events of the stream."""
 
     def __init__(self, tools: Mapping[str, CalledTool], *, with_encrypted: bool) -> None:
-        """`tools`: by the model's names. `with_encrypted`: add reasoning in the form that stateless clients keep."""
+        """`tools`: tools by the model's names. `with_encrypted`: whether items of reasoning get `encrypted_content`."""
         self.items: list[Json] = []
         self._tools = tools
         self._with_encrypted = with_encrypted
@@ -245,7 +245,7 @@ class OutputItems:
         return kind, event
 
     def add(self, part: Part, logprobs: Logprobs) -> Iterator[Event]:
-        """Add a part. `logprobs`: the log probabilities of its tokens, which only texts report."""
+        """Add a part of the answer. `logprobs`: its tokens' log probabilities, which only parts of text report."""
         if isinstance(part, ToolCall):
             yield from self._close()
             yield from self._call(part)
@@ -324,7 +324,7 @@ class OutputItems:
 
 
 def _input_of(arguments: str) -> str:
-    """Return the input of a custom tool's call, or the arguments themselves if they have no input."""
+    """Return the text under "input" in a custom tool's arguments, or all arguments if there is no such text."""
     try:
         value = parse_json(arguments)
     except ValueError:
@@ -411,7 +411,7 @@ class _ResponseAnswer(AnswerWriter):
         self._output = OutputItems(tools, with_encrypted=with_encrypted)
         self._finish_reason: str | None = None
         self._num_bytes = 0
-        """The estimated bytes of all deltas so far, which the last events repeat."""
+        """The estimated bytes of all deltas so far. The last events repeat the contents of these deltas."""
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         return num_bytes(deltas, self._body.top_logprobs or 0)
@@ -443,13 +443,13 @@ class _ResponseAnswer(AnswerWriter):
         return events
 
     def _last_events(self) -> list[Event]:
-        """Make the last events. They repeat the whole answer three times, which may take a second: run in a thread."""
+        """Make the last events. Run it in a thread: events repeat the whole answer three times, which takes time."""
         events, response = self._finish()
         events.append(self._output.event(f"response.{response['status']}", response=response))
         return [(name, to_long_json(data, EVENT_DEPTH.get(name or "", PIECE_DEPTH))) for name, data in events]
 
     def _finish(self) -> tuple[list[Event], dict[str, Any]]:
-        """Finish the response, and keep it unless `store` is false. Returns the events at its end, and the response."""
+        """Finish the response, and keep it unless `store` is false. Returns its last events, and the response."""
         is_prewarm, finish_reason = self._extras.caching.is_prewarm, self._finish_reason
         status = "completed" if finish_reason == "stop" or is_prewarm else "incomplete"
         events = [] if is_prewarm else [*self._output.finish(status)]

@@ -39,7 +39,7 @@ router = APIRouter()
 
 @router.post("/v1/score", tags=["scores"])
 async def score(call: CallWith[ScoreRequest]) -> Response:
-    """Return the probabilities of the given tokens after a query with each of the items."""
+    """Return the probabilities of the given tokens after a query together with each item."""
     body, service = call.body, call.service
     service.check_model(body.model, call.tenant)
     items = [body.items] if isinstance(body.items, str) else body.items
