@@ -1,4 +1,4 @@
-"""The engine: requests in, steps, outputs."""
+"""The engine: takes requests, computes them in steps, and returns outputs."""
 
 from foreword.engine.engine import Engine as Engine
 from foreword.engine.offline import depth_first as depth_first, progress_bar as progress_bar, run_all as run_all

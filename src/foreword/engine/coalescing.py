@@ -1,4 +1,4 @@
-"""Lets waiting requests wait for a prefix that a running request computes, instead of computing it again."""
+"""Lets a new request wait for a prefix that a running request computes, so that it is not computed twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foreword.request import Request
 
 
 class Coalescing:
-    """Waiting requests, and the running requests' blocks for which they wait."""
+    """The requests that wait for blocks, and the running requests that compute these blocks."""
 
     def __init__(
         self,
@@ -20,22 +20,22 @@ class Coalescing:
         *,
         enabled: bool,
     ) -> None:
-        """`states`: positions of saved recurrent states, None if there are none; `num_computed_of` counts a running
-        request's computed tokens.
+        """`states`: the positions at which recurrent states are saved; None: none are saved. `num_computed_of` counts
+        the computed tokens of a running request.
         """
         self._manager, self._states, self._num_computed_of = manager, states, num_computed_of
         self._enabled = enabled
         self._owner_of: dict[BlockHash, Request] = {}
-        """Key of a block of a prompt -> the admitted request that has still to compute it."""
+        """Key of a block -> the admitted request that will compute this block of its prompt."""
         self._keys_of: dict[Request, Sequence[BlockHash]] = {}
-        """The keys that a request opened, until it has computed its prompt or leaves."""
+        """Admitted request -> the keys of blocks that it will compute, until its prompt is computed or it leaves."""
         self._awaited: dict[Request, int] = {}
-        """Waiting request -> the number of the block of its prompt for which it waits."""
+        """Waiting request -> the block for which it waits, by its number in the prompt."""
 
     def begin(self, request: Request, hit: PrefixHit, end: int) -> None:
-        """Note that a request runs, first from its hit to `end`; others may wait for the rest of its prompt."""
+        """Record that a request starts: this step computes from its hit to `end`, and others may wait for the rest."""
         pending, last = end, len(request)
-        if self._states is not None:  # blocks can be hit from the step that fills them, states only afterwards
+        if self._states is not None:  # a block can be hit in the step that fills it, a state only in later steps
             pending, last = hit.num_tokens, self._states.num_in_cells(request.num_prompt_tokens)
         if self._enabled and pending < last:
             size = self._manager.block_size
@@ -44,7 +44,7 @@ class Coalescing:
                 self._owner_of.setdefault(key, request)
 
     def end(self, request: Request) -> None:
-        """Note that a request has computed its prompt, or runs no longer."""
+        """Record that a request has computed its prompt, or no longer runs."""
         for key in self._keys_of.pop(request, ()):
             if self._owner_of.get(key) is request:
                 del self._owner_of[key]
@@ -63,7 +63,7 @@ class Coalescing:
         return True
 
     def still_waits(self, request: Request) -> bool:
-        """Whether the block that a request waits for is still neither cached nor given up."""
+        """Whether a request waits for a block that a running request has still to compute."""
         block = self._awaited.get(request)
         if block is None:
             return False
@@ -82,9 +82,10 @@ class Coalescing:
         self._awaited.clear()
 
     def _will_save_state(self, states: StateCheckpoints, request: Request, hit: PrefixHit, missing: int) -> bool:
-        """Whether the request that computes block `missing` saves a state that this request could hit.
+        """Whether the request that computes block `missing` saves a state that `request` could hit.
 
-        If it saves no such state, but will pass the place where the two prompts part, lets it save a state there.
+        If it would save no such state, but will still pass the position where the two prompts diverge, this makes it
+        save a state there.
         """
         keys, size = request.sequence.block_hashes(), self._manager.block_size
         owner = self._owner_of[keys[missing]]
@@ -102,6 +103,6 @@ class Coalescing:
         return True
 
     def check_integrity(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
-        """Raise AssertionError if a request waits that is not queued, or if a prefix's owner does not run."""
+        """Raise AssertionError if a request waits that is not queued, or if a prefix's request does not run."""
         assert set(self._awaited) <= set(waiting)
         assert self._keys_of.keys() <= set(running), "a prefix waits for nobody's step"

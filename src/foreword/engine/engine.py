@@ -1,17 +1,18 @@
 """Engine: requests go in, steps are planned, computed and committed, outputs come out.
 
-It is given a `Runner`, which computes batches, and `TextTools`, which turn tokens into text. One thread calls it.
+An engine has a `Runner`, which computes batches, and `TextTools`, which turn tokens into text. One thread calls it.
 
-A runner that computes while the host goes on (`LaunchingRunner`) is launched ahead. It gets batch 2 before batch 1 is
-done, if the scheduler can plan batch 2 without the tokens of batch 1, and otherwise before the outputs of batch 1 are
-made:
+A `LaunchingRunner` computes while the host goes on, so it gets its next batch early. It gets batch 2 before batch 1 is
+done if the scheduler can plan batch 2 without the tokens of batch 1. Otherwise it gets batch 2 before the outputs of
+batch 1 are made:
 
     step()    step()                              step()
     batch 1   batch 2 | read 1 | outputs of 1     batch 3 | read 2 | outputs of 2
     device    |......1........||.................2................||......3......
 
 So a step has three parts: plan, launch, and settle (wait for a batch and commit it). At most two batches are in flight,
-and only inside a step. The later one depends on the earlier one: if that fails, `_fail` ends the requests of both.
+and only inside a step. The later batch depends on the earlier batch. If the earlier batch fails, `_fail` ends the
+requests of both.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from foreword.tiers.prefix_file import ExportReport, Facts, ImportReport, Prefix
 
 
 class Engine:
-    """Requests go in with `add_request`; each `step` moves all of them on by one batch."""
+    """Requests go in with `add_request`. Each `step` computes one batch of their tokens."""
 
     def __init__(
         self,
@@ -69,11 +70,11 @@ class Engine:
         tiers: TierDirector | None = None,
         seed: int = 0,
     ) -> None:
-        """`text`: None if tokens do not become text; `tiers`: None if nothing lies below the pool."""
+        """`text`: None if tokens do not become text. `tiers`: None if there are no tiers below the pool."""
         self.manager = manager
         self._tiers = tiers or TierDirector.of_none(manager)
         self.clock: Callable[[], float] = time.monotonic
-        """The clock for the ends of pins and the times of steps, in seconds."""
+        """Returns the time in seconds. Pins end by this clock, and steps are timed by it."""
         encoder = self._encoder = runner.encoder if isinstance(runner, SeeingRunner) else None
         self.scheduler = Scheduler(manager, config, self._tiers, encoder, clock=lambda: self.clock())
         self.limits = limits
@@ -88,7 +89,7 @@ class Engine:
         self.entries = Keeper(manager, self._tiers, self._checked_sequence, lambda: self.clock())
         """The prefixes that owners asked to keep."""
         self._in_flight: deque[tuple[Batch, PendingStep, float]] = deque()
-        """Launched batches in order, with the times of launch; between steps at most one batch."""
+        """Launched batches in order, each with the time of its launch. Between steps there is at most one."""
         self.num_computed_tokens = 0
         """Tokens that went through the model since the engine started."""
         self._counted_before = PrefixCacheStats()
@@ -102,9 +103,9 @@ class Engine:
         """Queue a prompt. Returns its output, which later steps fill in place.
 
         `answered`: for each of the `n` continuations, the tokens that another engine has generated. The continuations
-        go on after these tokens, with the same bits. This needs a `seed` unless sampling is greedy, and the output has
-        log probabilities of the new tokens only. A continuation that these tokens end is finished at once.
-        Raises InvalidRequestError (nothing is queued then) when the request can never be served.
+        go on after these tokens exactly as in the other engine. This needs a `seed` unless sampling is greedy, and the
+        output has log probabilities of the new tokens only. A continuation that these tokens end is finished at once.
+        Raises InvalidRequestError, and queues nothing, if the request can never be served.
         """
         for own_id in (request_id, *continuation_ids(request_id, params.n)):
             if own_id in self._outputs or own_id in self.scheduler:
@@ -113,7 +114,7 @@ class Engine:
         requests = self._intake.requests(request_id, prompt, params)
         if answered:
             self._intake.resume(requests, answered)
-        begins_reply = prompt.begins_reply and params.open_constraint is None  # a grammar's text is all there
+        begins_reply = prompt.begins_reply and params.open_constraint is None  # a grammar needs the whole text
         output = self._outputs.open(
             request_id, prompt.text, prompt.token_ids.tolist(), requests, begins_reply=begins_reply
         )
@@ -127,9 +128,10 @@ class Engine:
         return output
 
     def draft(self, draft_tokens: DraftTokens, inexactness: str | None = None) -> None:
-        """Draft at most `draft_tokens` tokens of a request in each step ("auto": as many as pay), if this engine can.
+        """Draft at most `draft_tokens` tokens of a request in each step from now on, if this engine can draft.
 
-        `inexactness`: why this machine breaks the promise of equal bits, if it does.
+        "auto": as many tokens as save time. `inexactness`: why results are not bit-exact on this machine; None if they
+        are.
         """
         self.scheduler.drafting = choose_drafting(
             draft_tokens,
@@ -142,7 +144,7 @@ class Engine:
     def check(
         self, request_id: str, prompt: Prompt, params: SamplingParams
     ) -> tuple[TokenSequence, list[tuple[LinkedRun, TokenSequence]]]:
-        """The tokens and block keys of a request, and its linked runs, each with its source. Does not queue it.
+        """Return the tokens and block keys of a request, and its linked runs, each with its source. Queues nothing.
 
         Raises InvalidRequestError when the request can never be served.
         """
@@ -156,7 +158,7 @@ class Engine:
         return self._intake.next_seeds(count)
 
     def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
-        """Cut a prompt to its end, as `truncate_prompt_tokens` says."""
+        """Keep only the last tokens of a prompt, as many as `truncate_prompt_tokens` says."""
         return self._intake.truncate(prompt, params)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
@@ -164,7 +166,7 @@ class Engine:
         if request_id not in self._outputs:
             return None
         requests = self._outputs.requests_of(request_id)
-        # A continuation that has ended may have left its id to another request.
+        # Another request may have the id of a continuation that has ended.
         self.scheduler.abort([request.request_id for request in requests if request.finish_reason is None])
         [output] = self._outputs.collect(requests)
         return output
@@ -209,11 +211,11 @@ class Engine:
         return len(self._outputs) > 0
 
     def step(self) -> list[RequestOutput]:
-        """Run one batch. Returns the requests that got tokens or ended, in order of arrival.
+        """Run one batch. Returns the outputs of the requests that got tokens or ended, in service order.
 
-        A `LaunchingRunner` may still compute this batch; then the requests of the batch before are returned.
-        Raises EngineError when the model fails: the requests of that batch are aborted, their blocks
-        freed, and the engine can go on with others.
+        A `LaunchingRunner` may still compute this batch. Then the outputs of the previous batch are returned.
+        Raises EngineError if the model fails. The requests of that batch are then aborted, their blocks are freed, and
+        the engine can go on with other requests.
         """
         # Errors and interrupts go on to the caller, but leave no uncomputed blocks in the cache.
         self.manager.expire_pins(self.clock())
@@ -229,7 +231,7 @@ class Engine:
                 self._tiers.wait()
             if batch is not None:
                 self._launch(batch)
-                # One token of a request at a time, so that a request ends where its stop string is complete.
+                # A call settles one batch only, so that a request ends where its stop string is complete.
                 if not moved and self._in_flight[0][1].is_ready():
                     moved += self._settle()
         except BaseException:
@@ -247,7 +249,7 @@ class Engine:
                 self._outputs.collect(self._settle())
             finally:
                 self._outputs.collect(self.scheduler.give_up())
-                if ahead:  # a request may have left with a token that nobody will compute
+                if ahead:  # a request that has left may have cached blocks that nobody will compute
                     self.reset_prefix_cache()
             raise
 
@@ -258,7 +260,7 @@ class Engine:
             pending = Computed(self._runner.execute(batch)) if self._launcher is None else self._launcher.launch(batch)
             self._in_flight.append((batch, pending, started))
         except BaseException as error:
-            self._outputs.collect(self._settle())  # only this batch is left to fail
+            self._outputs.collect(self._settle())  # the earlier batch is not affected
             self._fail(batch, error)
 
     def _settle(self) -> list[Request]:
@@ -270,7 +272,7 @@ class Engine:
         try:
             try:
                 result = pending.result()
-            except (KeyboardInterrupt, SystemExit) as error:  # ended only our wait; the batch is intact, so record it
+            except (KeyboardInterrupt, SystemExit) as error:  # it ended only the wait: record the batch
                 interrupt, result = error, pending.result()
         except BaseException as error:
             self._fail(batch, error)
@@ -292,7 +294,7 @@ class Engine:
     def _fail(self, batch: Batch, error: BaseException) -> NoReturn:
         """End the requests of a batch that could not be computed, and raise the error.
 
-        If other requests use its blocks, end all requests and forget the whole cache.
+        If other requests use the batch's blocks, this ends all requests and forgets the whole cache.
         """
         if self.scheduler.others_rely_on(batch.entries):
             while self._in_flight:
@@ -334,8 +336,9 @@ class Engine:
     ) -> ExportReport:
         """Write the cached blocks of a prompt to a file that another engine can import.
 
-        `facts` come from `manifest_facts`. `with_text` adds the prompt's token ids and salt. Requests wait meanwhile.
-        Raises InvalidRequestError if no block is cached, ConfigError for a path that cannot be written.
+        `facts` come from `manifest_facts`. `with_text` adds the prompt's token ids, salt and adapter. No request is
+        computed meanwhile. Raises InvalidRequestError if no block is cached, ConfigError for a path that cannot be
+        written.
         """
         self._outputs.collect(self._settle())
         if with_text and (prompt.pictures or prompt.embeds is not None):
@@ -351,10 +354,10 @@ class Engine:
         return self._tiers.prefix_files.export_to(path, sequence, manifest, overwrite=overwrite)
 
     def import_prefixes(self, path: Path, identity: CacheIdentity, model_name: str) -> ImportReport:
-        """Take the blocks of a file into the first tier; without a tier, into the pool.
+        """Import the blocks of a file into the first tier or, if there are no tiers, into the pool.
 
-        Takes only blocks of a sound file of that identity. Requests wait meanwhile. Raises ConfigError for a path that
-        cannot be read, or if there is no tier and the file has no token ids.
+        Rejects a damaged file, and a file of another identity. No request is computed meanwhile. Raises ConfigError for
+        a path that cannot be read, or if there is no tier and the file has no token ids.
         """
         self._outputs.collect(self._settle())
         try:
@@ -386,7 +389,7 @@ class Engine:
         self._tiers.close(flush_s)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if any room contradicts another."""
+        """Raise AssertionError if scheduler, cache, tiers and outputs contradict each other."""
         self.scheduler.check_integrity()
         unfinished = {
             request.request_id
@@ -421,7 +424,7 @@ class Engine:
 
     @property
     def step_times(self) -> StepTimes | None:
-        """The seconds of steps, as drafting measured them; None if nothing is drafted."""
+        """The times of steps, as drafting measured them; None if this engine drafts no tokens."""
         return None if self.scheduler.drafting is None else self.scheduler.drafting.times
 
     @property
@@ -443,7 +446,7 @@ class Engine:
         return self.manager.top_prefixes(limit, under_salt)
 
     def shrink_namespace(self, salt: str, max_blocks: int) -> None:
-        """Evict free blocks under `salt` until `max_blocks` are left, in the order of eviction."""
+        """Evict free blocks of the namespace `salt`, in the order of eviction, until it has `max_blocks` blocks."""
         ledger = self.manager.ledger
         excess = 0 if ledger is None else ledger.num_under_salt(salt) - max_blocks
         if ledger is not None and excess > 0:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Intake:
-    """Makes the requests of a prompt, or raises the reason why it can never be served."""
+    """Makes the requests of a prompt, or raises an error that says why the prompt can never be served."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Intake:
         self._has_warned = False
 
     def requests(self, request_id: str, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        """Make the requests that continue a prompt; they share it in the prefix cache. Raises InvalidRequestError."""
+        """Make a request for each continuation of a prompt; they share its blocks. Raises InvalidRequestError."""
         max_tokens = self.check(prompt, params)
         self._note_cut(prompt, params, max_tokens)
         links = self._links(prompt)
@@ -77,7 +77,7 @@ class Intake:
         return requests
 
     def _note_cut(self, prompt: Prompt, params: SamplingParams, room: int) -> None:
-        """Log that answers get fewer tokens than asked for: the first time as a warning."""
+        """Log that answers get fewer tokens than asked for. Only the first time, this is a warning."""
         if params.max_tokens is None or params.max_tokens <= room:
             return
         level, self._has_warned = logging.DEBUG if self._has_warned else logging.WARNING, True
@@ -112,7 +112,10 @@ class Intake:
             request.sequence.extend(token_ids)
 
     def _spellings(self, words: Sequence[str]) -> list[Sequence[int]]:
-        """Tokens of words, each in every way that the tokenizer spells it. Raises InvalidRequestError."""
+        """The token ids of words: a list for each way in which the tokenizer spells a word.
+
+        Raises InvalidRequestError.
+        """
         if not words:
             return []
         if self._text is None or self._text.spell is None:
@@ -131,7 +134,7 @@ class Intake:
 
     def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
         num_kept = params.truncate_prompt_tokens
-        if num_kept is None or prompt.links is not None:  # links are refused with it
+        if num_kept is None or prompt.links is not None:  # `check` refuses it with links
             return prompt
         if num_kept == -1:
             num_kept = max(1, self._limits.max_model_len - (params.max_tokens or 1))
@@ -150,7 +153,7 @@ class Intake:
     def sequence(
         self, request_id: str, prompt: Prompt, sources: tuple[TokenSequence, ...] | None = None
     ) -> TokenSequence:
-        """A prompt's tokens and keys. `sources`: the sources of its links, if they are known already."""
+        """Make the sequence of a prompt: tokens and block keys. `sources`: of its links; None: not made yet."""
         links, keys = self._links(prompt), prompt.begun().extra_keys
         if links is not None:
             sources = self._sources(links, prompt) if sources is None else sources
@@ -171,7 +174,7 @@ class Intake:
         return [] if links is None else list(zip(links.runs, self._sources(links, prompt), strict=True))
 
     def _links(self, prompt: Prompt) -> Links | None:
-        """The part of a prompt's links that can be copied: whole blocks of sources."""
+        """The parts of a prompt's links that can be copied, which are whole blocks of sources; None without links."""
         return None if prompt.links is None else prompt.links.in_whole_blocks(self._manager.block_size)
 
     def _sources(self, links: Links, prompt: Prompt) -> tuple[TokenSequence, ...]:
@@ -181,14 +184,14 @@ class Intake:
         for tokens in links.sources:
             key = tokens.tobytes()
             if key not in by_tokens:
-                # All of a source lies under the salt: the part of a prompt that all tenants share is not in it.
+                # A source's keys have the salt from its first token, so no part of a source is shared by all tenants.
                 source = Prompt(tokens, extra_keys=replace(prompt.extra_keys, salt_offset=0, spans=()))
                 by_tokens[key] = self.sequence("", source)
             by_array[id(tokens)] = by_tokens[key]
         return tuple(by_array[id(run.source)] for run in links.runs)
 
     def _spans(self, links: Links, sources: Sequence[TokenSequence], prompt: Prompt) -> tuple[KeyedSpan, ...]:
-        """A prompt's own spans, and the names of its linked tokens and gaps in block keys."""
+        """The spans that go into block keys: the prompt's own spans, its linked tokens, and its jumps of position."""
         size, spans = self._manager.block_size, [*prompt.extra_keys.spans]
         for run, source in zip(links.runs, sources, strict=True):
             key = source.block_hashes()[(run.source_end - 1) // size]
@@ -266,7 +269,7 @@ class Intake:
             )
 
     def _check_pictures(self, prompt: Prompt) -> None:
-        """Raise InvalidRequestError for picture tokens without pictures, as in tokens of a prompt that had pictures."""
+        """Raise InvalidRequestError for picture tokens without their pictures, such as tokens of an earlier prompt."""
         sign = self._limits.picture_token_id
         if sign is None:
             return

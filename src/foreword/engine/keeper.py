@@ -1,9 +1,9 @@
-"""Keeper: makes entries of the cache of the prefixes that owners ask to keep, and writes the entries to a file.
+"""Keeper: makes a cache entry of each prefix that an owner asks to keep, and writes the entries to a file.
 
 A mark of a prompt becomes an entry once the prompt is computed.
 
-A file has the entries that a restarted process still has to keep. An entry is written without its tokens: the key of
-its last block shows whether a prompt begins with the entry.
+The file has the entries that a restarted process must still keep. An entry is written without its tokens: the key of
+its last block shows whether a prompt begins with the entry's prefix.
 
     CACHE_DIR/v1/<namespace, 32 hex>.entries     {"entries": [{"name", "owner", "source", "refresh_s", ...}, ...]}
 """
@@ -30,12 +30,12 @@ from foreword.request import Request
 logger = logging.getLogger(__name__)
 MAX_BYTES = 16 << 20
 SAVE_EVERY_S = 10.0
-"""Least seconds between two writes of the entries. A restarted process goes on with these entries."""
+"""The least seconds between two writes of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedEntry:
-    """An entry in a form from which a later process can keep the prefix again."""
+    """An entry as it is written to the file. From it, a later process can keep the prefix again."""
 
     name: str
     owner: str | None
@@ -44,7 +44,7 @@ class SavedEntry:
     last_key: str
     """The key of its last whole block, in hexadecimal digits."""
     until: float
-    """Seconds since 1970."""
+    """The entry's end, in seconds since 1970."""
     refresh_s: float | None
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class EntryFile:
         self.path = path
 
     def read(self) -> list[SavedEntry]:
-        """Read the written entries; empty if there is no file, or if the file is damaged, which is logged."""
+        """Read the entries. Returns none if there is no file, or if the file is damaged, which is logged."""
         try:
             if self.path.stat().st_size > MAX_BYTES:
                 raise ValueError(f"it has more than {MAX_BYTES} bytes")
@@ -79,7 +79,7 @@ class EntryFile:
             return []
 
     def write(self, entries: Sequence[SavedEntry]) -> None:
-        """Replace the file. A failure is logged: the entries of this process live on."""
+        """Replace the file. A failure is logged, and this process still keeps its entries."""
         text = json.dumps({"entries": [asdict(entry) for entry in entries]})
         try:
             handle, name = tempfile.mkstemp(dir=self.path.parent)  # mode 0600 whatever the umask
@@ -96,7 +96,7 @@ class EntryFile:
 
 
 class Keeper:
-    """Makes, changes and ends entries; the cache counts their time and their budgets."""
+    """Makes, changes and ends entries. The cache itself ends them in time, and limits them to their budgets."""
 
     def __init__(
         self,
@@ -108,10 +108,10 @@ class Keeper:
         self._manager, self._tiers, self._sequence_of, self._clock = manager, tiers, sequence_of, clock
         self._file: EntryFile | None = None
         self._asleep: dict[str, SavedEntry] = {}
-        """Entries of an earlier process, by name, until a prompt begins with them."""
+        """Name -> entry of an earlier process with which no prompt has begun yet."""
         self._last_saved = -math.inf
         self.wall_clock: Callable[[], float] = time.time
-        """Seconds since 1970: the time that restarts share."""
+        """Returns seconds since 1970. This clock goes on through restarts."""
         self._marked: WeakKeyDictionary[Request, Prompt] = WeakKeyDictionary()
         """First continuation of a prompt with marks -> the prompt, until the continuation has a token."""
 
@@ -120,7 +120,7 @@ class Keeper:
         return self._manager.keeps_prefixes
 
     def note_marks(self, request: Request, prompt: Prompt) -> None:
-        """Note the prefixes that a prompt marks; they are kept once its first continuation has a token."""
+        """Remember the prefixes that a prompt marks. They become entries once its first continuation has a token."""
         if not self._manager.keeps_prefixes:
             return
         marks = (*prompt.marks, *(self._woken(request.sequence, prompt.owner) if self._asleep else ()))
@@ -152,17 +152,17 @@ class Keeper:
         return entry
 
     def unpin(self, prompt: Prompt) -> None:
-        """End the entry that `pin` made of this prompt, if it has no name of its own."""
+        """End the entry that `pin` made of this prompt without a given name."""
         self.drop(entry_name(self._sequence_of(prompt), prompt.owner))
 
     def drop(self, name: str) -> None:
-        """End an entry now. Prompts on their way do not make it again. Blocks that another entry keeps stay kept."""
+        """End an entry now. Prompts being computed do not make it again. Blocks that another entry keeps stay kept."""
         self._manager.drop_entry(name)
         self._asleep.pop(name, None)
         self._change_marks(name, None)
 
     def set_end(self, name: str, until: float) -> None:
-        """Move an entry's end, earlier or later, also for prompts on their way."""
+        """Move an entry's end, earlier or later, also if a prompt being computed will make the entry."""
         self._manager.set_entry_end(name, until, self._clock())
         if name in self._asleep:
             self._asleep[name] = replace(self._asleep[name], until=self._to_wall(until))
@@ -196,7 +196,7 @@ class Keeper:
         self._asleep = {entry.name: entry for entry in file.read() if entry.until > self.wall_clock()}
 
     def save(self, *, at_once: bool = False) -> None:
-        """Write all entries to the file, if there is one; at most every `SAVE_EVERY_S` seconds unless `at_once`."""
+        """Write all entries to the file, if there is one. Without `at_once`, at most every `SAVE_EVERY_S` seconds."""
         if self._file is None or not (at_once or time.monotonic() >= self._last_saved + SAVE_EVERY_S):
             return
         entries = self.entries(count_kept=False)

@@ -1,11 +1,11 @@
-"""Linking: the sources of linked prompts are computed, held while they are copied, and named for the copy.
+"""Linking: lets the sources of linked prompts be computed, holds them while they are copied, and plans the copies.
 
 A linked request waits until the pool has the sources of all runs that its hit lacks. The scheduler computes missing
 sources as ordinary requests, which leave ordinary blocks: a source is exact, and any request may hit it.
 
-    waiting    the first linked request in the queue holds the sources that are there, while others are computed
-    admitted   it holds them until the step that copies them is settled; it writes only to blocks of its own
-    later      only equal compositions find its blocks, under keys that name the runs (cache/keys/hashing.py)
+    waiting    the first linked request in the queue holds the sources that the pool has; the others are computed
+    admitted   the request holds them until the step that copies them is settled; it writes only to its own blocks
+    later      only prompts with the same runs find its blocks, because keys name the runs (cache/keys/hashing.py)
 
 Only one waiting request holds sources; otherwise two requests could wait for each other's blocks. Intake refuses a
 request that does not fit into the empty pool together with its sources.
@@ -23,7 +23,7 @@ from foreword.engine.running_rows import RunningRows
 from foreword.request import Request, RequestStatus, SamplingParams
 
 SOURCE_KEYS = 1 << 20
-"""Places in the queue before a linked request, for the requests that compute its sources; they are used in turn."""
+"""The number of service keys before a linked request's key. Requests that compute its sources use these in turn."""
 COMPUTED = SamplingParams(max_tokens=1, temperature=0.0)
 """Parameters of a request that computes a source: the token that follows the source is not used."""
 
@@ -38,8 +38,8 @@ class Linking:
         queue: Callable[[Request], None],
         move: Callable[[Request, tuple[int, int], str | None], None],
     ) -> None:
-        """`queue` lets a request that computes a source wait for its turn; `move` gives such a waiting request another
-        service key and tenant.
+        """`queue` queues a request that computes a source. `move` gives such a request another service key and tenant
+        while it waits.
         """
         self._manager, self._running, self._queue, self._move_to = manager, running, queue, move
         self._linked: set[Request] = set()
@@ -49,9 +49,9 @@ class Linking:
         self._head: Request | None = None
         """The waiting request that keeps its sources from step to step."""
         self._lacking: dict[str | None, tuple[Request, list[TokenSequence]]] = {}
-        """Tenant other than the head's -> its first request that lacked sources at its turn, and these sources."""
+        """Tenant (not the head's) -> its first request that lacked sources when it was tried, and these sources."""
         self._spent: list[BlockIds] = []
-        """Sources whose copy is planned, until that step is settled."""
+        """The blocks of sources whose last copy is planned, until that step is settled."""
         self._computing: dict[BlockHash, Request] = {}
         """The last key of a source -> the request that computes it."""
         self._wanted_by: dict[Request, set[Request]] = {}
@@ -61,7 +61,7 @@ class Linking:
     # --------------------------------------------------------------- waiting
 
     def arrive(self, request: Request) -> None:
-        """Note that a request was queued, and queue requests that compute the sources that the pool lacks."""
+        """Record that a request was queued, and queue requests that compute the sources that the pool lacks."""
         if request.sources:
             self._linked.add(request)
             hit = self._manager.get_computed_blocks(request.sequence, skip_reading=request.skips_cache)
@@ -71,9 +71,9 @@ class Linking:
     def hold_for(self, waiting: Iterable[Request]) -> None:
         """Let the first linked request in the queue hold the sources that the pool has. Call it before planning a step.
 
-        The sources that it lacks are computed, as when a request arrives. The sources that the first request of another
-        tenant lacked at its turn are computed too. Otherwise that request would wait for the linked requests of all
-        other tenants.
+        The sources that this request lacks are computed, as when a request arrives. For each other tenant, the sources
+        that its first request lacked when it was tried are computed, too. Otherwise that request would wait for the
+        linked requests of all other tenants.
         """
         if not self._linked:
             return
@@ -90,7 +90,7 @@ class Linking:
             self._compute_missing(self._head, self._gather(self._head, hit))
 
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether the pool lacks a source of a run that the hit lacks. If not, the request holds all these sources."""
+        """Whether the pool lacks a source that the request needs after its hit. If not, it holds all these sources."""
         if not request.sources:
             return False
         missing = self._gather(request, hit)
@@ -114,7 +114,7 @@ class Linking:
         return missing
 
     def _needed(self, request: Request, hit: PrefixHit) -> dict[TokenSequence, int]:
-        """The sources of the runs that a hit lacks; for each, the number of leading blocks that hold these runs."""
+        """The sources of the runs that a hit lacks, each with the number of its leading blocks that hold these runs."""
         ends = dict.fromkeys(self._pending(request, hit.num_tokens), 0)
         assert request.links is not None
         for run, source in zip(request.links.runs, request.sources, strict=True):
@@ -128,16 +128,16 @@ class Linking:
         return [request.sources[number] for number in request.links.pending_from(start)]
 
     def _is_cached(self, source: TokenSequence, num_blocks: int) -> bool:
-        """Whether the pool has the first blocks of a source, or a step that is planned computes them."""
+        """Whether the first `num_blocks` blocks of a source are in the pool, or are computed by a planned step."""
         [table] = self._manager.cached_blocks(source)
         return bool((table[:num_blocks] >= 0).all())
 
     def _compute_missing(self, request: Request, missing: Sequence[TokenSequence]) -> None:
         """Queue requests that compute these sources, before the linked request itself.
 
-        If the request that computes a source waits after the linked request, it moves forward. Otherwise the queue
-        could pass it over while the linked request waits, if both begin alike; and a request of high priority could
-        wait for a request of low priority.
+        A request that computes such a source may already be queued after the linked request. Then it moves before the
+        linked request. Otherwise the queue could pass it over while the linked request waits, if both have the same
+        beginning, and a request of high priority could wait for one of low priority.
         """
         for source in missing:
             key = source.block_hashes()[-1]
@@ -153,7 +153,7 @@ class Linking:
             self._wanted_by.setdefault(computing, set()).add(request)
 
     def resume_before(self, request: Request) -> tuple[tuple[int, int], str | None]:
-        """The service key and tenant of a request that waits again; a source goes before the requests that want it."""
+        """The service key and tenant of a preempted request; one that computes a source goes before its users."""
         first = min(self._wanted_by.get(request, ()), key=lambda wanting: wanting.service_key, default=request)
         if first.service_key < request.service_key:
             return self._place_before(first), first.tenant
@@ -161,7 +161,7 @@ class Linking:
 
     def _place_before(self, request: Request) -> tuple[int, int]:
         """A service key before that of a linked request, and after those of the requests before it."""
-        self._num_places += 1 if (self._num_places + 1) % SOURCE_KEYS else 2  # 0 is the linked request's own place
+        self._num_places += 1 if (self._num_places + 1) % SOURCE_KEYS else 2  # 0 is the linked request's own key
         rank, last = request.service_key
         return rank, last - self._num_places % SOURCE_KEYS
 
@@ -173,7 +173,7 @@ class Linking:
     # --------------------------------------------------------------- running
 
     def start(self, request: Request, hit: PrefixHit) -> None:
-        """Note that a request was admitted with this hit; it releases sources that it does not need."""
+        """Record that a request was admitted with this hit, and release the sources that it does not need."""
         if not request.sources:
             return
         self._stop_wanting(request)
@@ -191,7 +191,7 @@ class Linking:
     def without_runs(
         self, rows: Int64Array, starts: Int64Array, ends: Int64Array
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Reduce spans of rows to the ranges that are computed; a row may occur several times, in ascending order."""
+        """Leave linked tokens out of the rows' spans. A row may then have several ranges, in ascending order."""
         if not self._held:
             return rows, starts, ends
         ranges: list[tuple[int, int, int]] = []
@@ -206,9 +206,9 @@ class Linking:
         return columns[0], columns[1], columns[2]
 
     def moves(self, entries: Entries, tables: IntArray) -> tuple[Move, ...]:
-        """The copies of this step, for entries that `without_runs` made; `tables` [entries, longest].
+        """The copies of this step, for entries that `without_runs` made. `tables`: [entries, blocks], block tables.
 
-        A source whose last run ends in this step is needed no longer than the step.
+        A source whose last run is copied by this step is released after the step.
         """
         if not self._held:
             return ()
@@ -242,13 +242,13 @@ class Linking:
     # ------------------------------------------------------------------- end
 
     def settle(self) -> None:
-        """Release the sources of the planned steps, which were computed or have failed."""
+        """Release the sources that the planned steps copied. Call it when the steps are computed, or have failed."""
         for block_ids in self._spent:
             self._manager.release_blocks(block_ids)
         self._spent.clear()
 
     def leave(self, request: Request) -> list[Request]:
-        """Forget a request that no longer runs or waits; returns requests that now compute sources for nobody."""
+        """Forget a request that no longer runs or waits; returns requests whose sources nobody needs now."""
         self.release(request)
         self._linked.discard(request)
         if request is self._head:
@@ -258,20 +258,20 @@ class Linking:
         return self._stop_wanting(request)
 
     def _stop_wanting(self, request: Request) -> list[Request]:
-        """Forget that a request needs sources; returns the requests that now compute sources for nobody."""
+        """Forget that a request needs sources; returns the requests whose sources nobody needs now."""
         for wanting in self._wanted_by.values():
             wanting.discard(request)
         return [computing for computing, wanting in self._wanted_by.items() if not wanting]
 
     def release(self, request: Request) -> None:
-        """Give back the sources that a request holds: it runs no longer, or waits without a claim."""
+        """Release all sources that a request holds."""
         for block_ids in self._held.pop(request, {}).values():
             self._manager.release_blocks(block_ids)
 
     def yield_blocks(self, to: Request | None = None) -> bool:
-        """Give back the blocks that waiting requests hold, except `to`, because blocks are short.
+        """Give back the blocks that waiting requests except `to` hold, because blocks are short.
 
-        Returns False if these requests hold no blocks. They take no blocks again before the next step is planned.
+        Returns False if these requests hold no blocks. They hold none again before the next step is planned.
         """
         waiting = [request for request in self._held if request.status is RequestStatus.WAITING and request is not to]
         given_back = any(self._held[request] for request in waiting)
@@ -292,7 +292,7 @@ class Linking:
         self._wanted_by.clear()
 
     def check_integrity(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
-        """Raise AssertionError if a request that is gone holds sources, or a source is computed for nobody."""
+        """Raise AssertionError if a request that is gone holds sources, or if a source is computed for nobody."""
         assert set(self._held) <= self._linked <= {*waiting, *running}, "sources are held for nobody"
         assert set(self._computing.values()) == set(self._wanted_by) <= {*waiting, *running}
         assert all(wanting <= set(waiting) for wanting in self._wanted_by.values())

@@ -1,8 +1,8 @@
-"""Offline: many prompts at once, in the order in which they reuse most of each other.
+"""Offline: computes many prompts at once, in the order in which they reuse the most of each other.
 
 The prompts make a tree of shared beginnings. Depth-first, each shared beginning is computed once if the pool holds the
 longest path of the tree, whatever the order of arrival (Zheng et al., "SGLang", 2024, theorem 3.1). The answers do not
-depend on the order: each prompt keeps the seed of its own place.
+depend on the order: each prompt has the seed of its place in the caller's list.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def progress_bar(console: Console | None = None) -> Progress:
 def depth_first(prompts: Sequence[Prompt], block_size: int, num_cached: Callable[[Prompt], int]) -> list[int]:
     """The numbers of the prompts, depth-first over their tree of shared blocks.
 
-    Subtrees of the root with more cached tokens come first; otherwise the order of arrival decides. Prompts with
-    different extra keys or priorities share nothing. O(tokens + n log n).
+    Of the root's subtrees, those with more cached tokens come first. In all else, the order of arrival decides. Prompts
+    with different extra keys or priorities share nothing. O(tokens + n log n).
     """
     if len(prompts) < 2:
         return [*range(len(prompts))]
@@ -95,7 +95,7 @@ class _Node:
     first: int = -1
     """The number of its first prompt in the order of arrival."""
     ending: list[int] = field(default_factory=list)
-    """Prompts that end here."""
+    """The numbers of the prompts that end at this node."""
     children: list[_Node] = field(default_factory=list)
 
     def numbers(self) -> Iterator[int]:

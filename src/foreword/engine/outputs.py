@@ -28,7 +28,7 @@ class TextStream(Protocol):
 
 
 OpenTextStream = Callable[[SamplingParams, Sequence[int]], TextStream]
-"""Opens a stream for one answer; the tokens are those whose text it continues."""
+"""Opens a stream for one answer. The tokens are those whose text the answer continues; empty if it begins anew."""
 
 
 @dataclass(slots=True)
@@ -49,9 +49,9 @@ class _Group:
     output: RequestOutput
     answers: list[_Answer]
     describes_prompt: bool = False
-    """Whether the output has the results for the prompt."""
+    """Whether the output has the prompt's results already."""
     quiet: Request | None = None
-    """The only continuation, if its output needs nothing but tokens until it ends."""
+    """The only continuation, if nothing but its tokens changes in the output until it ends."""
 
 
 class Outputs:
@@ -86,7 +86,7 @@ class Outputs:
         *,
         begins_reply: bool = False,
     ) -> RequestOutput:
-        """The output of a prompt's continuations. Their tokens are in it as soon as the requests have them.
+        """Open the output of a prompt's continuations. A token is in the output as soon as its request has the token.
 
         `begins_reply`: whether their text begins anew, and does not continue the prompt's text.
         """
@@ -107,7 +107,7 @@ class Outputs:
         return output
 
     def collect(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Bring the unfinished outputs of these requests up to date."""
+        """Bring the unfinished outputs of these requests up to date, and return them."""
         groups = dict.fromkeys(map(self._group_of.get, requests))
         return [
             self._collect(group) if group.quiet is None or group.quiet.finish_reason is not None else group.output
@@ -123,12 +123,12 @@ class Outputs:
                 self._read(answer, answer.stream)
 
     def note_kept(self, request: Request, entries: tuple[CacheEntry, ...]) -> None:
-        """Note the entries that a prompt's marks made, when its first token is known."""
+        """Put the entries that a prompt's marks made into its output."""
         if request in self._group_of:
             self._group_of[request].output.kept = entries
 
     def _collect(self, group: _Group) -> RequestOutput:
-        """Complete a group's output: recorded tokens and log probabilities are in it already, and the rest follows."""
+        """Bring a group's output up to date. Tokens and log probabilities are in it already; this adds the rest."""
         output, is_finished = group.output, True
         for answer in group.answers:
             if answer.completion.finish_reason is None:

@@ -24,7 +24,7 @@ class ModelLimits:
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
     longer_by: str | None = "raise max_model_len"
-    """The advice that makes `max_model_len` longer; None: the model has no more positions."""
+    """Advice for errors on how to raise `max_model_len`; None: the model has no more positions."""
     allows_links: bool = False
     """Whether KV can be moved to other positions, so that prompts may have links."""
     hidden_size: int | None = None
@@ -33,7 +33,7 @@ class ModelLimits:
     """The token that rows of pictures replace; None: the model takes no pictures."""
 
     def without_pictures(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Return drawn tokens, with a neighbouring id in place of the token that stands for pictures."""
+        """Replace the token that stands for pictures by a neighbouring id, in tokens that were drawn at random."""
         sign = -1 if self.picture_token_id is None else self.picture_token_id
         return np.where(token_ids == sign, np.int32(sign - 1 if sign else 1), token_ids)
 
@@ -58,11 +58,11 @@ class TextTools:
     open_stream: OpenTextStream
     """Opens the stream that turns an answer's tokens into text."""
     spell: Callable[[str], Sequence[Sequence[int]]] | None = None
-    """Token ids of a word, in each way that the tokenizer writes it."""
+    """Returns the token ids of a word: a list for each way in which the tokenizer spells the word."""
 
 
 BREAKPOINT, RESOURCE = "breakpoint", "resource"
-"""Sources of entries besides PIN: marks in requests, and prefixes that are resources of an API."""
+"""Sources of entries, as PIN is: BREAKPOINT for marks in requests, RESOURCE for prefixes that an API names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +70,15 @@ class Keep:
     """How long a prefix is to be kept, and under which source and name."""
 
     ttl_s: float
-    """Seconds from the moment at which it is computed, or is used again."""
+    """The number of seconds to keep the prefix, counted from when it is computed or used again."""
     source: str = PIN
-    """Who asked; entries of different sources live and end apart."""
+    """Who asked to keep the prefix. Each source has its own entries, which end independently."""
     name: str | None = None
-    """The entry's name; None: the same prefix of the same owner and source is the same entry."""
+    """The entry's name; None: a name that is made from the prefix, the owner and the source."""
     until: float | None = None
-    """The end on the engine's clock, in place of `ttl_s`, which use does not move; None: `ttl_s` counts."""
+    """A fixed end, by the engine's clock, instead of `ttl_s`. Use does not move it. None: `ttl_s` counts."""
     is_refreshed: bool = True
-    """Whether a request that begins with the whole prefix keeps it for `ttl_s` from then on."""
+    """Whether `ttl_s` begins again with each request that begins with the whole prefix."""
 
     def __post_init__(self) -> None:
         ttl_s = self.ttl_s
@@ -103,31 +103,31 @@ class Prompt:
     text: str | None = None
     """The text that the tokens came from, if any; outputs repeat it."""
     extra_keys: ExtraKeys = NO_EXTRA_KEYS
-    """Adapter, salt and media that keep its cached blocks apart from others."""
+    """Adapter, salt and media, which separate its cached blocks from those of other prompts."""
     priority: int = 0
-    """Lower goes first under the policies "priority" and "prefix"."""
+    """The lowest goes first under the policies "priority" and "prefix"."""
     message_ends: tuple[int, ...] = ()
     """Positions at which the messages of a conversation end, if known."""
     marks: tuple[Mark, ...] = ()
     """Marks, each of which becomes an entry of the cache once the prompt is computed."""
     begins_reply: bool = False
-    """Whether the answer's text begins here, as in a chat, so that decoders may drop the space before its first word.
-    Otherwise it continues the prompt's text."""
+    """Whether the answer is a text of its own, as in a chat, so that decoders may drop the space before its first word.
+    Otherwise the answer continues the prompt's text."""
     links: Links | None = None
-    """Tokens that are copied from other sequences, and positions; None: all tokens are computed, in their places."""
+    """The tokens whose KV is copied from other sequences, and all positions; None: all tokens are computed in order."""
     adapter: Adapter | None = None
-    """The adapter that computes its tokens, from a place that it finds in the prompt; None: only the model computes."""
+    """The adapter that changes the model from a position that the adapter finds in the prompt; None: no adapter."""
     pictures: tuple[PlacedPicture, ...] = ()
-    """Pictures whose rows replace tokens, in their order; each is a span of `extra_keys` too."""
+    """Pictures whose rows replace tokens, in order. Each picture is also a span of `extra_keys`."""
     embeds: Embeds | None = None
-    """Rows in place of its first tokens, which are 0 and lie in spans of `extra_keys`; None: it has no such rows."""
+    """Embeddings instead of the first tokens, whose ids are 0 and which lie in spans of `extra_keys`; None: none."""
     owner: str | None = None
-    """The owner whose budget the entries use, and whose turn the request takes; None: only the shared budget."""
+    """The tenant whose budget the entries use, and in whose turn the request is served; None: the shared budget."""
     session: str | None = None
     """The owner's session to which the request belongs; None: it belongs to no session."""
 
     def prefix(self, num_tokens: int) -> Prompt:
-        """The first `num_tokens` tokens, which no link replaces, and the rest of a picture in which they end."""
+        """The first `num_tokens` tokens, and the rest of a picture in which they end. No link may replace them."""
         spans = tuple(span for span in self.extra_keys.spans if span.offset < num_tokens)
         end = max([num_tokens, *(span.end for span in spans)])
         pictures = tuple(placed for placed in self.pictures if placed.offset < end)
@@ -135,7 +135,7 @@ class Prompt:
         return replace(self, token_ids=self.token_ids[:end], extra_keys=keys, pictures=pictures, links=None)
 
     def begun(self) -> Prompt:
-        """This prompt with keys that say where its adapter begins, however it is cut afterwards."""
+        """The prompt with keys that say where its adapter begins, so that a later cut does not change the position."""
         if self.adapter is None or self.extra_keys.adapter is not None:
             return self
         begin = self.adapter.begin_in(self.token_ids)

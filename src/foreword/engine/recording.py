@@ -7,8 +7,8 @@ A step's drafts are compared with the tokens sampled in their places:
     sampled                         |a|b|d|e|     a and b are right, c is not, so e was sampled after a wrong token
     recorded                        |a|b|d|       and the KV of c is of no use
 
-Each sampled token is the one that a step without drafts would have sampled there: same logits, same random number, same
-rules. So the answer is the same, and comes in fewer steps.
+Each recorded token is the one that a step without drafts would have sampled there, because its logits, random number
+and rules are the same. So the answer is the same, and takes fewer steps.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Recording:
         return moved
 
     def _check(self, entries: Entries, numbers: Int64Array, result: BatchResult) -> dict[int, int]:
-        """Count the leading right drafts, by number of entry, and give back the slots of the other drafts."""
+        """Count the drafts before the first wrong one, by number of entry, and free the slots of all other drafts."""
         right = {}
         ends, result_rows = entries.known_ends(), entries.result_rows()
         for number in numbers.tolist():
@@ -72,7 +72,7 @@ class Recording:
         return right
 
     def _append_after_drafts(self, entries: Entries, result: BatchResult, right: dict[int, int]) -> None:
-        """Append the tokens after right drafts, one of each request at a time, so that each may end its request."""
+        """Append the tokens after right drafts, one per request at a time, so that each token may end its request."""
         ends, result_rows = entries.known_ends(), entries.result_rows()
         for ahead in range(1, 1 + max(right.values())):
             going = [number for number, count in right.items() if count >= ahead]
@@ -106,13 +106,13 @@ class Recording:
                     request.logprobs.append(result.logprobs[row])
         if entries.drafts:
             for at, number in enumerate(numbers.tolist()):
-                if number in entries.drafts:  # now, as blocks of a request that ends are found only if they are indexed
+                if number in entries.drafts:  # before the request may end, which leaves only indexed blocks to lookups
                     self._manager.cache_blocks(requests[at].sequence, int(computed[at]))
         for at in before["is_new"].nonzero()[0].tolist():
             self._note_first_token(requests[at])
         may_end = ends | entries.facts["may_run_dry"][numbers]
         for at in may_end.nonzero()[0].tolist():
-            if requests[at].status is not RequestStatus.FINISHED:  # a source ends with its last user
+            if requests[at].status is not RequestStatus.FINISHED:  # as the request of a source that nobody needs now
                 self.finish_if_due(requests[at], int(token_ids[at]))
         filled = (before["source"] >= 0) & (lengths % self._manager.block_size == 0)
         if filled.any():

@@ -24,7 +24,7 @@ class PendingStep(Protocol):
         """Whether `result` would return at once."""
 
     def result(self) -> BatchResult:
-        """Wait for the batch; called once, and again after an interrupt. Raises the errors since the launch."""
+        """Wait for the batch. It is called once, and again after an interrupt. Raises all errors since the launch."""
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ class LaunchingRunner(Protocol):
     """A `Runner` that can also compute while the caller goes on.
 
     Batches are computed in the order in which they are launched. At most one batch is launched while the result of
-    another is pending; placeholder tokens in it stand for the tokens that the pending batch will sample.
+    another is pending. Placeholder tokens in the new batch stand for the tokens that the pending batch will sample.
     """
 
     def launch(self, batch: Batch) -> PendingStep: ...
@@ -42,7 +42,7 @@ class Encoder(Protocol):
     """Encodes the pictures of a runner's batches."""
 
     def missing(self, picture: Picture, rows: range, salt: str | Alone | None) -> Sequence[range]:
-        """The pieces that a step with these rows of a picture would encode, as ranges of its rows, ascending."""
+        """The pieces of a picture that a step with these rows would encode, as ascending ranges of its rows."""
 
     def counts(self) -> Counter[str]:
         """The number of rows that steps needed, by where they came from: `encoder`, `memory` or `tier`."""

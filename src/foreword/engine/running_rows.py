@@ -4,7 +4,7 @@ While a request runs, it keeps the row that the cache manager gave it:
 
     order         2    0    5           rows in service order
     row           0    1    2   ...  5
-    num_tokens    40   -    17       9  known, and expected: sampled by a step that is being computed
+    num_tokens    40   -    17       9  known tokens, and one that a step in flight will sample
     num_computed  39   -    12       8
 """
 
@@ -100,7 +100,7 @@ class RunningRows:
     # ------------------------------------------------------------------- steps
 
     def entries(self, rows: Int64Array, starts: Int64Array, ends: Int64Array) -> Entries:
-        """Shares of a step for the requests in these rows, with their present progress."""
+        """The entries of a step that computes tokens `starts` to `ends` (exclusive) of the requests in these rows."""
         requests: list[Request] = self._requests.take(rows).tolist()
         return Entries(requests, rows, starts, ends, self.progress.take(rows), self.facts.take(rows))
 

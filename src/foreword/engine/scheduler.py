@@ -1,7 +1,7 @@
 """Scheduler: which tokens of which requests run next.
 
 There are no phases: every request has tokens that are known and tokens that are computed, and each step computes some
-of the difference. Prefill, chunked prefill, decoding and resuming after preemption are that one case.
+of the difference. Prefill, chunked prefill, decoding and resuming after preemption are all this one case.
 
     known     |----------- prompt -----------|-- generated --|
     computed  |------- hit -------|-- steps ------>|
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Continuous batching over one token budget, which the tokens of hits do not use.
+    """Continuous batching with one token budget for each step. Tokens of hits do not count towards the budget.
 
     Running requests come first in a step, in service order. When blocks run short, the scheduler preempts the last
     running request: it frees the request's blocks (they stay cached), and the request waits for another lookup. The
-    waiting queue has its own order. If its oldest request does not fit, no other is admitted, so no request starves.
+    waiting queue has its own order. If the oldest waiting request does not fit, no other is admitted, so none starves.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Scheduler:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tiers`: the tiers below the pool; None: there are no tiers. `clock`: seconds, to measure steps.
+        """`tiers`: the tiers below the pool; None: there are no tiers. `clock` returns seconds, and times steps.
 
         `encoder`: None if the model takes no pictures.
         """
@@ -64,7 +64,7 @@ class Scheduler:
         """Drafts tokens; None: no tokens are drafted."""
         self.num_preemptions = 0
         self.states = StateCheckpoints.for_groups(manager.groups)
-        """Positions of saved recurrent states, where steps end; None without recurrent layers."""
+        """The positions at which recurrent states are saved and steps end; None without recurrent layers."""
         if self.states is not None and self.states.grid > config.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_batched_tokens={config.max_num_batched_tokens} is less than the {self.states.grid} tokens "
@@ -146,14 +146,14 @@ class Scheduler:
         return self._batch(self._next_entries())
 
     def schedule_after(self, launched: Batch) -> Batch | None:
-        """Plan the step after `launched`, whose tokens are not known yet; returns None if they must be known first.
+        """Plan the step after `launched` before the tokens of `launched` are known; returns None if that is impossible.
 
-        Plans each request that may go on as if it did: the request expects a token, and the batch names the token's
-        source. `launched` is committed first, so a request that ends with its token has left when this batch is
-        answered. The tokens must be known if a request would be preempted, which discards its token, if sampling
-        depends on earlier tokens, and if recurrent states are saved at positions that depend on the tokens. They must
-        be known for drafts, too, which go on from known tokens. A tier's blocks come and go only while no step is
-        planned, so this also returns None when a tier wants a pause.
+        Each request that may go on is planned as if it goes on: it expects a token, and the batch names the row of
+        `launched` that samples the token. `launched` is committed first. So a request that ends with its token has left
+        when this batch is committed. The tokens must be known if a request would be preempted, which discards its
+        token, if sampling depends on earlier tokens, and if recurrent states are saved at positions that depend on the
+        tokens. They must be known for drafts, too, because drafts continue known tokens. Loads from a tier begin and
+        end only while no step is planned, so this also returns None if a load has arrived or is to begin.
         """
         before = launched.entries
         if before.drafts or (self.drafting is not None and self.drafting.wants_pause(before.requests)):
@@ -185,7 +185,7 @@ class Scheduler:
         return build_batch(entries, tables, self.manager.take_copies(), moves)
 
     def _next_entries(self) -> Entries:
-        """The shares of the next step; empty if there is nothing to do. Allocates the step's blocks."""
+        """The entries of the next step; empty if there is nothing to do. Allocates the step's blocks."""
         self.manager.begin_step()
         self._pace.begin_step()
         self._shares.encoding.begin_step()
@@ -203,7 +203,7 @@ class Scheduler:
         return entries
 
     def _draft(self, drafting: Drafting, planned: Spans) -> dict[int, IntArray]:
-        """Choose drafts by row, and lengthen the planned spans in place; no drafts if blocks are short for them."""
+        """Choose drafts by row, and lengthen the planned spans in place. Chooses none if too few blocks are free."""
         rows, starts, ends = planned
         progress, num_tokens = self._running.progress.take(rows), int((ends - starts).sum())
         decoding = ((ends - starts == 1) & (ends == progress["num_tokens"]) & ~progress["is_new"]).nonzero()[0]
@@ -243,7 +243,10 @@ class Scheduler:
         return self.states is not None and self.manager.enable_prefix_caching
 
     def _find_room(self, rows: Int64Array, ends: Int64Array, served: int) -> list[int]:
-        """The indices of rows that can run, after the first `served` rows got slots and the next row lacks blocks."""
+        """Preempt requests until all others have blocks; returns the indices of rows that can run.
+
+        The first `served` rows have got their slots, and the next row lacks blocks.
+        """
         runnable = list(range(served))
         requests = [self._running[row] for row in rows.tolist()]
         for number in range(served, len(rows)):
@@ -278,14 +281,14 @@ class Scheduler:
         return moved
 
     def _note_first_token(self, request: Request) -> None:
-        """Note a request's first token since admission, and release the requests that wait for its prefix."""
+        """Record a request's first token since admission, and let requests go on that wait for its prefix."""
         self._coalescing.end(request)
         self._offer(request, request.num_prompt_tokens)
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = time.monotonic()
 
     def _offer(self, request: Request, num_tokens: int) -> None:
-        """Offer a request's computed tokens to tiers, without linked text: a copy rebuilds it sooner than a load."""
+        """Offer a request's computed tokens before its first link to tiers: a link is copied faster than loaded."""
         linked_from = request.sequence.linked_from
         if linked_from is None:
             self._tiers.offer(request, num_tokens)
@@ -295,8 +298,8 @@ class Scheduler:
     def others_rely_on(self, entries: Entries) -> bool:
         """Whether other requests may use blocks that this step should compute; the step is not committed yet.
 
-        They may if a later step is planned, or if a request of this step has left: then the request's blocks are free,
-        and cached as if they were computed, even a block that was filled by a token that became known later.
+        They may if a later step is planned, or if a request of this step has left. The blocks of that request are free,
+        and cached as if they were computed. This includes a block that a token filled which became known later.
         """
         alive, progress = self._running.still_run(entries), self._running.progress.take(entries.rows)
         return bool((~alive | (progress["num_computed"] == entries.ends)).any())
@@ -330,13 +333,13 @@ class Scheduler:
         self.manager.take_copies()
         for request_id in self.manager.held_request_ids():
             request = self._requests[request_id]
-            computed = 0  # admitted, but not started: its hit is not known here
+            computed = 0  # of a request that was admitted but not started: its hit is not known here
             if request.status is RequestStatus.RUNNING:
                 progress = self._running.progress[request.row]
                 computed = int(max(progress["num_computed"], progress["num_shared"]))
             self.manager.forget_uncomputed(request_id, computed)
             self.manager.free(request_id)
-        self._running.clear()  # the object stays: steps that are still to fail refer to its rows
+        self._running.clear()  # keeps the object, because steps that fail later refer to its rows
         self._waiting.clear()
         self._coalescing.clear()
         self._linking.reset()
@@ -393,7 +396,7 @@ class Scheduler:
         self.manager.free(request.request_id, ended=False)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if queues, holdings and the cache contradict each other."""
+        """Raise AssertionError if queues, running requests and the cache contradict each other."""
         self.manager.check_integrity()
         running, waiting = list(self._running), list(self._waiting)
         self._waiting.check_integrity()
@@ -414,16 +417,16 @@ class Scheduler:
 
 
 class SimulatedScheduler(Scheduler):
-    """A scheduler whose steps take no time but the caller's own."""
+    """A scheduler for simulations: steps are planned and committed, but no batch is built and no token computed."""
 
     def schedule_entries(self) -> Entries:
-        """The shares of the next step; empty if there is nothing to do. Allocates the step's blocks."""
+        """The entries of the next step; empty if there is nothing to do. Allocates the step's blocks."""
         entries = self._next_entries()
         self.manager.take_copies()  # there is no memory to copy
         return entries
 
     def num_steady_steps(self) -> int:
-        """The number of next steps that only add a token to each request, if no request arrives or ends by a token.
+        """The number of next steps that only add a token to each request, unless one arrives or ends with a token.
 
         In these steps no request is admitted, and no block is taken or filled.
         """
@@ -442,7 +445,7 @@ class SimulatedScheduler(Scheduler):
         return counts
 
     def skip(self, num_steps: int) -> None:
-        """Do the work of `num_steps` of the `num_steady_steps`, with token 0 as each sample."""
+        """Do the work of `num_steps` steps, of at most `num_steady_steps`. Each sampled token is 0."""
         rows, progress = self._running.order, self._running.progress
         self.manager.allocate_running_slots(rows, self.num_computed_tokens() + num_steps)
         progress["num_tokens"][rows] += num_steps

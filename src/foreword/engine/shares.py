@@ -1,8 +1,8 @@
-"""Shares: which of its tokens each running request computes in a step.
+"""Shares: decides which of its tokens each running request computes in a step.
 
 Linked tokens do not use the budget, and a share ends with a computed token. With recurrent layers, a share ends only
-where a state can be saved. In no model does a share end among tokens that see each other, or contain picture rows that
-the step does not encode. A step encodes only some pictures, so that other running requests need not wait for all.
+where a state can be saved. A share never ends among tokens that see each other, and never contains picture rows that
+the step does not encode. A step encodes only some pictures, so that other requests do not wait until all are encoded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Shares:
         self._wanted_by_waiting = wanted_by_waiting
 
     def of_running(self, budget: int) -> Spans:
-        """The spans that running requests compute next, if there are blocks for all of them."""
+        """The spans that running requests compute in the next step, provided that all of them get blocks."""
         rows = self._running.order
         starts = self._running.progress["num_computed"][rows]
         demand = self._running.progress["num_tokens"][rows] - starts
@@ -51,7 +51,7 @@ class Shares:
             ends = self._one_by_one(rows, starts, budget, self._most_each(demand, budget))
         else:
             np.minimum(demand, self._config.long_prefill_token_threshold or self._most_each(demand, budget), out=demand)
-            remaining = budget + demand - demand.cumsum()  # for each row, after the rows before it
+            remaining = budget + demand - demand.cumsum()  # the budget that is left for each row
             ends = starts + np.minimum(demand, np.maximum(remaining, 0))
         computing = ends > starts
         return (rows, starts, ends) if computing.all() else (rows[computing], starts[computing], ends[computing])
@@ -62,17 +62,18 @@ class Shares:
 
     @property
     def leaves_room(self) -> bool:
-        """Whether a prompt that one step cannot finish leaves room for other requests, though no option says how much.
+        """Whether a prompt that one step cannot finish leaves a part of the step to other requests.
 
-        With recurrent layers it leaves no room, because its steps end at the ends of cells.
+        It leaves none if an option limits each prompt's part. With recurrent layers it leaves none either, because its
+        steps end only where states can be saved.
         """
         return self._states is None and self._config.long_prefill_token_threshold is None
 
     def _most_each(self, demand: Int64Array, budget: int) -> int:
-        """Most tokens of one running request: a prompt that does not fit leaves up to half of the step to others.
+        """The most tokens of one running request. A prompt that does not fit leaves up to half of the step to others.
 
-        The others are running requests, and waiting requests that can compute the whole rest of their prompts beside
-        it.
+        The others are running requests, and those waiting requests that can compute the whole rest of their prompts in
+        this step.
         """
         longest, total = int(demand.max(initial=0)), int(demand.sum())
         if total <= budget:
@@ -83,7 +84,7 @@ class Shares:
     def _one_by_one(self, rows: Int64Array, starts: Int64Array, budget: int, cap: int) -> Int64Array:
         """The end of each row's span, if spans cannot end everywhere; at most `budget` tokens in all.
 
-        A row gets at most `cap` tokens, unless its span cannot end before.
+        A row gets at most `cap` tokens, or more if its span cannot end earlier.
         """
         ends = starts.copy()
         lengths = self._running.progress["num_tokens"][rows].tolist()
@@ -102,7 +103,8 @@ class Shares:
     def end(self, request: Request, start: int, budget: int, length: int | None = None, cap: int | None = None) -> int:
         """The end of a request's span in this step; `start` if it should wait.
 
-        `length`: the number of its tokens; None: of its known tokens. `cap`: its most tokens, if others want some.
+        `length`: the number of its tokens; None: all known tokens. `cap`: its most tokens, if others need some; None:
+        `budget`.
         """
         budget_of_one = min(budget, self._config.long_prefill_token_threshold or cap or budget)
         length = len(request) if length is None else length
@@ -127,7 +129,8 @@ _Piece = tuple[str | Alone | None, str, int]
 class EncoderBudget:
     """Ends spans before rows of pictures that a step has no time to encode.
 
-    A step encodes pieces, which are whole pictures or tiles, of at most `max_rows` rows in all; but always one piece.
+    A step encodes pieces, which are whole pictures or tiles. It encodes at most `max_rows` rows in all, but always at
+    least one piece, if any is needed.
     """
 
     def __init__(self, encoder: Encoder | None, max_rows: int) -> None:
@@ -142,9 +145,9 @@ class EncoderBudget:
         self._planned.clear()
 
     def cut(self, request: Request, start: int, end: int) -> int:
-        """The end of a span from `start`, before the first row that this step cannot encode; `end` if there is none.
+        """Where a span from `start` ends: before the first row that this step cannot encode, or else at `end`.
 
-        Books nothing: the request may not start.
+        Books nothing, because the request may not start after all.
         """
         planned, remaining = set(self._planned), self._remaining
         for key, num_rows, place in self._pieces(request, start, end):
@@ -157,7 +160,7 @@ class EncoderBudget:
         return end
 
     def book(self, request: Request, start: int, end: int) -> None:
-        """Note that this step computes a span, and so encodes the rows that it lacks."""
+        """Record that this step computes a span, and so encodes the picture rows that the span still needs."""
         for key, num_rows, _ in self._pieces(request, start, end):
             if key not in self._planned:
                 self._planned.add(key)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """An engine between two steps. `Engine.snapshot()` takes it; all statistics are read here.
+    """The state of an engine between two steps. `Engine.snapshot()` takes it, and all statistics are read from it.
 
-    It is a copy: later steps do not change it. A new counter needs only a field of `PrefixCacheStats`.
+    It is a copy, which later steps do not change. A new counter needs only a field of `PrefixCacheStats`.
     """
 
     stats: PrefixCacheStats
@@ -36,7 +36,7 @@ class Snapshot:
     evictions: Counter[EvictionCause]
     """Cached blocks that were forgotten since the engine started; empty without a ledger."""
     block_states: npt.NDArray[np.uint8]
-    """[blocks]: a `BlockState` each."""
+    """[blocks]: the `BlockState` of each block."""
     block_size: int
     """Tokens per block."""
     num_cached_blocks: int
@@ -59,17 +59,17 @@ class Snapshot:
     picture_rows: Counter[str]
     """Rows of pictures since the engine started, by where they came from; empty if the model takes none."""
     drafts: DraftCounts
-    """Accepted and rejected drafts since the engine started, by source (a copy)."""
+    """Accepted and rejected drafts since the engine started, by source."""
     tiers: TiersReport
-    """Loads, stores and contents of the tiers; a report of no tiers if there are no tiers below the pool."""
+    """Loads, stores and contents of the tiers below the pool. Without tiers, the report is empty."""
     entries: Sequence[CacheEntry]
     """Prefixes that owners asked to keep."""
     num_broken_pins: int
-    """Blocks of entries that were given away since the engine started, because no other block was free."""
+    """Blocks of entries that were evicted since the engine started, because no other block was free."""
     clock: float
-    """The engine's time, by which entries end."""
+    """The time of the snapshot by the engine's clock, which decides when entries end."""
     taken: float = field(default_factory=time.monotonic)
-    """Seconds of the monotonic clock."""
+    """The time of the snapshot by the monotonic clock, in seconds."""
 
     @classmethod
     def of(
@@ -111,7 +111,7 @@ class Snapshot:
 
     @classmethod
     def total(cls, parts: Sequence[Snapshot]) -> Snapshot:
-        """Several engines as one: counts are added, the pools' blocks are lined up. Tiers are the first engine's."""
+        """Combine several engines: counts are added, the pools' blocks are joined, tiers are the first engine's."""
         if len(parts) == 1:
             return parts[0]
         first = parts[0]
@@ -165,7 +165,7 @@ class CacheReport:
     cache_utilization: float
     """Share of the blocks that hold cached KV, 0.0 to 1.0."""
     requests: int
-    """Prompts that were looked up; several answers to one (`n`) count once."""
+    """Prompts that were looked up. Several answers to one prompt (`n`) count once."""
     queried_tokens: int
     hit_tokens: int
     recent_hit_rate: float
@@ -173,21 +173,22 @@ class CacheReport:
     hit_granularity: int
     """Hits end at multiples of this many tokens; 1: anywhere."""
     state_interval: int | None
-    """Tokens between saved recurrent states (also saved: ends of prompts and messages); None: no such layers."""
+    """Tokens between saved recurrent states; None: no recurrent layers. States at the ends of prompts and messages are
+    saved, too."""
     preemptions: int
     evictions: int
     """Cached blocks whose memory was given to other content."""
     hit_rate_with_twice_the_blocks: float
     """`hit_rate` if the cache had twice the memory, estimated from the last evictions.
 
-    The same as `hit_rate` without `explain_misses`.
+    Without `explain_misses`, it is the same as `hit_rate`.
     """
     misses: dict[str, int]
     """Requests that missed something, by reason; empty without `explain_misses`."""
     missed_tokens: dict[str, int]
-    """Their tokens that were not found, by reason."""
+    """Tokens of these requests that were not found, by reason."""
     preempted_requests: int
-    """Lookups of requests that resumed after preemption; they are in none of the counts above."""
+    """Lookups of requests that resumed after preemption. The counts above do not include them."""
     preempted_queried_tokens: int
     preempted_hit_tokens: int
     tail_hit_tokens: int

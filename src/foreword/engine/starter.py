@@ -1,4 +1,4 @@
-"""Starter: which waiting requests start in a step, and the room that a long prompt leaves them."""
+"""Starter: decides which waiting requests start in a step, and how many tokens a long prompt should leave them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foreword.engine.waiting.queue import WaitingQueue
 from foreword.request import Request, RequestStatus
 
 MAX_TRIED = 8
-"""The most waiting requests that a step looks up beside an unfinished prompt although they do not fit."""
+"""Beside an unfinished prompt, a step looks up no more waiting requests after this number of them did not fit."""
 
 
 class Starter:
@@ -31,8 +31,8 @@ class Starter:
         tiers: TierDirector,
         linking: Linking,
     ) -> None:
-        """A request may wait for a prefix that a running request computes (`coalescing`) or that a tier has, for the
-        sources of its links, and for a step that encodes its picture (`shares`).
+        """A request may wait for a prefix that a running request computes (`coalescing`) or that a tier has (`tiers`),
+        for the sources of its links (`linking`), and for a step that encodes its picture (`shares`).
         """
         self._manager, self._waiting, self._running, self._shares = manager, waiting, running, shares
         self._coalescing, self._tiers, self._linking = coalescing, tiers, linking
@@ -47,7 +47,7 @@ class Starter:
         return self._linking.must_wait(request, hit) or self._shares.encoding.must_wait(request, hit)
 
     def wanted(self, limit: int) -> int:
-        """Tokens, at most `limit`, that the next waiting requests need to compute the whole rest of their prompts."""
+        """The number of tokens, at most `limit`, that the next waiting requests need to finish their whole prompts."""
         remaining = limit
         for request in self._waiting.likely(MAX_TRIED) if limit > 0 else ():
             if self._is_under_way(request):
@@ -59,8 +59,8 @@ class Starter:
     def start(self, budget: int, max_num_seqs: int, *, ahead: bool, whole: bool) -> Int64Array:
         """Start waiting requests; returns the row, start and end of each, [started, 3].
 
-        `ahead`: another step is planned already. `whole`: only requests that can compute the whole rest of their
-        prompts, because a running request cannot.
+        `ahead`: another step is planned already. `whole`: start only requests that can compute the whole rest of their
+        prompts, because a running request cannot finish its prompt in this step.
         """
         spans: list[tuple[int, int, int]] = []
         num_refused = 0
@@ -77,7 +77,7 @@ class Starter:
                 continue
             end = self._shares.end(request, hit.num_tokens, budget)
             if end == hit.num_tokens:
-                break  # no room for a whole cell of recurrent layers
+                break  # the budget ends before the next position at which a recurrent state can be saved
             row = self._manager.admit(request.sequence, end, hit, save_states_at=request.state_positions)
             if row is None:
                 if not len(self._running) and (self._tiers.yield_blocks() or self._linking.yield_blocks(request)):

@@ -1,4 +1,4 @@
-"""Drafting: chooses the guessed tokens that the next step checks, besides the tokens that it must compute."""
+"""Drafting: guesses tokens, and chooses those that the next step computes, too, in order to check them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from foreword.engine.drafts.sources import CachedPaths, Drafter, OwnText, Predic
 from foreword.request import DraftCounts, Request
 
 MOST_DRAFTED = 31
-"""Most tokens of one request to draft in a step."""
+"""The most tokens to draft for one request in a step."""
 PAUSE_EVERY = 16
-"""The number of steps to plan ahead of known tokens before a step waits for the tokens, so that it can guess."""
+"""After this number of steps that were planned before the last tokens were known, a step waits so that it can draft."""
 SHARE_OF_RIGHT, SHARE_OF_WRONG = 0.1, 0.01
-"""Shares of a step's time for guesses about requests whose last guess was right, and about other requests."""
+"""The shares of a step's time for guessing: for requests whose last guess was right, and for all other requests."""
 logger = logging.getLogger(__name__)
 
 
@@ -33,28 +33,28 @@ class _History:
 
     records: dict[str, Record] = field(default_factory=dict)
     guesses: list[tuple[Proposal, int]] = field(default_factory=list)
-    """Proposals, each with the length of the text that it continues."""
+    """Proposals that were not judged yet, each with the length of the text that it continues."""
     was_right: bool = True
-    """Whether a guess of the round before these guesses was right; True before the first round."""
+    """Whether one of the last judged guesses was right; True before the first guess was judged."""
 
     def of(self, source: str) -> Record:
         return self.records.setdefault(source, Record())
 
 
 _Judged = tuple[Proposal, tuple[float, float]]
-"""A proposal, and the chances of its first token and of later tokens."""
+"""A proposal, and the chances that its first token is right, and that a later token is right."""
 
 
 @dataclass(slots=True)
 class _Turns:
-    """Turns in which requests are asked for guesses, as many as a share of a step's time allows."""
+    """Chooses in turn the requests for which tokens are guessed, as many as a share of a step's time allows."""
 
     share: float
     credit: float = 0.0
     at: int = 0
 
     def turns(self, count: int, num_in_step: float) -> Int64Array:
-        """Choose which of `count` requests to ask, by index, if a step takes as long as `num_in_step` guesses."""
+        """Choose from `count` requests; returns their indices. A step takes as long as `num_in_step` guesses."""
         self.credit = min(float(count), self.credit + self.share * num_in_step)
         num_asked = int(self.credit)
         self.credit -= num_asked
@@ -64,13 +64,14 @@ class _Turns:
 
 
 class Drafting:
-    """Asks drafters, and takes as many of their tokens as pay.
+    """Asks drafters for guesses, and drafts as many of the guessed tokens as save time.
 
-    Every guess is compared with the tokens that came, drafted or not, so a source that is not used is still judged.
+    Every guess is compared with the tokens that the model gave, even if the guess was not drafted. So a source whose
+    guesses are not drafted is judged, too.
     """
 
     def __init__(self, drafters: Sequence[Drafter], vocab_size: int, draft_tokens: DraftTokens = "auto") -> None:
-        """`draft_tokens`: the most tokens of a request to draft, whatever they cost; "auto": as many as pay."""
+        """`draft_tokens`: the most tokens to draft for a request, whatever they cost; "auto": as many as save time."""
         self._drafters = tuple(drafters)
         self._vocab_size = vocab_size
         self._fixed = None if draft_tokens == "auto" else int(draft_tokens)
@@ -78,21 +79,22 @@ class Drafting:
         self._histories: WeakKeyDictionary[Request, _History] = WeakKeyDictionary()
         self._allowance = Allowance()
         self._seconds_of_guess = self._guessing_s = 0.0
-        """Seconds of a recent guess, and of planning the drafts of the next step."""
+        """Seconds that a recent guess took (a moving average), and that planning the next step's drafts took."""
         self._num_accepted = 0
         """The number of accepted drafts in the step that is being recorded."""
         self._for_lucky, self._for_others = _Turns(SHARE_OF_RIGHT), _Turns(SHARE_OF_WRONG)
         self._num_ahead = 0
-        """Steps that were planned ahead since the last pause."""
+        """The number of steps that were planned ahead since a step waited for the tokens of the step before."""
         self._drafted_from: dict[Request, str] = {}
-        """The sources of the drafts of the step that is planned."""
+        """Request -> the source of its draft in the planned step."""
         self.counts = DraftCounts()
-        """The counts of all requests since the start."""
+        """Accepted and rejected drafts of all requests since the start."""
 
     def plan(self, requests: Sequence[Request], num_rows: int, room: int) -> dict[int, IntArray]:
-        """The drafts for the next step, by the requests' rows.
+        """Choose the drafts for the next step: row of a request -> token ids.
 
-        `requests` decode, one row each, in a step of `num_rows` rows, to which at most `room` can be added.
+        `requests` decode one token each. Without drafts the step computes `num_rows` tokens; at most `room` tokens can
+        be added.
         """
         self._drafted_from.clear()
         started = time.perf_counter()
@@ -119,10 +121,10 @@ class Drafting:
         return drafts
 
     def wants_pause(self, requests: Sequence[Request]) -> bool:
-        """Whether the next step should wait for the tokens of the step of these requests, so that it can draft.
+        """Whether the next step should wait until the present step's tokens are known, so that it can draft.
 
-        A step that is planned ahead drafts nothing, but costs the host no time. So the next step waits if a request's
-        last guess was right, and otherwise once in PAUSE_EVERY steps, to guess.
+        `requests` are those of the present step. A step that is planned ahead drafts nothing, but the device does not
+        wait for it. So the next step waits if a request's last guess was right, or else once in PAUSE_EVERY steps.
         """
         if self._fixed is not None:
             return True
@@ -137,7 +139,7 @@ class Drafting:
         return self._may_pay(len(requests), len(requests), MOST_DRAFTED)
 
     def _may_pay(self, num_requests: int, num_rows: int, room: int) -> bool:
-        """Whether drafts would pay if all of them were right."""
+        """Whether drafts would save time if all of them were right."""
         if room <= 0 or self._fixed is not None:
             return room > 0
         if not self._allowance.is_open:
@@ -155,7 +157,7 @@ class Drafting:
         return lengths
 
     def _guesses(self, requests: Sequence[Request], num_rows: int) -> list[_Judged | None]:
-        """A guess for each request that is asked for one, within the shares of a step's time that guesses may take."""
+        """Guess for as many requests as the shares of a step's time allow; None for each other request."""
         lucky = np.array([self._histories.setdefault(request, _History()).was_right for request in requests])
         is_asked = np.zeros(len(requests), np.bool_)
         for mask, pool in ((lucky, self._for_lucky), (~lucky, self._for_others)):
@@ -195,7 +197,7 @@ class Drafting:
         return best
 
     def _judge(self, request: Request, history: _History) -> None:
-        """Compare the last guesses with the tokens that came."""
+        """Compare the last guesses with the tokens that the model gave."""
         history.was_right = False
         for proposal, length in history.guesses:
             actual = request.sequence.token_ids[length:]
@@ -213,19 +215,19 @@ class Drafting:
         history.guesses.clear()
 
     def note_checked(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Note that a step checked a request's draft, and that `num_accepted` of its tokens are in the answer now."""
+        """Record that a step checked a request's draft, and that `num_accepted` drafted tokens are in the answer."""
         source = self._drafted_from.pop(request)
         self._num_accepted += num_accepted
         for counts in (self.counts, request.drafts):
             counts.count(source, num_accepted, num_drafted - num_accepted)
 
     def note_step(self, entries: Entries, seconds: float | None) -> None:
-        """Note a computed step and its time; `seconds`: None if the time is unknown."""
+        """Record a computed step and its time; `seconds`: None if the time is unknown."""
         if seconds is not None:
             num_rows, num_requests = int((entries.ends - entries.starts).sum()), len(entries)
             self.times.note(num_rows, seconds)
             num_drafts = sum(map(len, entries.drafts.values()))
-            if num_drafts and num_rows - num_drafts == num_requests:  # otherwise it computes prompts, too
+            if num_drafts and num_rows - num_drafts == num_requests:  # otherwise the step computes prompts, too
                 num_tokens = num_requests + self._num_accepted
                 self._allowance.note_drafted(num_requests, num_tokens, seconds, self._guessing_s)
             elif num_rows == num_requests:
@@ -248,10 +250,10 @@ class Drafting:
 def choose_drafting(
     draft_tokens: DraftTokens, manager: KVCacheManager, vocab_size: int, *, launches: bool, inexactness: str | None
 ) -> Drafting | None:
-    """Drafting from a request's own text, the cache, and earlier answers; None, and a log line, if it is impossible.
+    """Make an engine's drafting. Returns None if `draft_tokens` is 0, or if tokens cannot be drafted, which is logged.
 
-    `launches`: whether the runner computes while the host goes on. `inexactness`: why this machine breaks the promise
-    of equal bits, if it does: drafts would change answers there.
+    `launches`: whether the runner computes while the host goes on. `inexactness`: why results are not bit-exact on this
+    machine, where drafts would change answers; None if results are exact.
     """
     if draft_tokens == 0:
         return None

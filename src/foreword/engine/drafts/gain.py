@@ -14,29 +14,30 @@ import numpy as np
 import numpy.typing as npt
 
 SHARE = 0.01
-"""The share of the time of all steps that guessing and wrong drafts may lose in the long run."""
+"""The share of all steps' time that guessing and wrong drafts may cost in the long run."""
 MOST_S = 0.03
-"""Seconds that drafting may lose at once. With SHARE, any 5 s lose at most 1.6%, plus the excess time of one step."""
+"""The seconds that drafting may lose before it stops. With SHARE, at most 1.6% of any 5 s is lost, plus the time that
+one step loses."""
 NEWEST = 7
-"""The number of step times without drafts to keep for each number of rows, the newest. The fastest of them counts,
-because slower steps waited for something."""
+"""For each number of rows, the times of this many newest steps without drafts are kept. The shortest time counts,
+because longer steps waited for something."""
 Floats = npt.NDArray[np.float64]
 SIZES = np.array([*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256])
-"""Numbers of rows whose steps are timed. Drafts fill a step up to one of them, so that its time is known. Longer steps,
-such as those that compute prompts, are not timed: drafts may add any number of rows to them."""
+"""Steps of these numbers of rows are timed. Drafts fill a step up to one of these sizes, so that the step's time is
+known. Longer steps, such as those that compute prompts, are not timed: drafts may add any number of rows to them."""
 FREE_ROWS, COST_OF_MORE = 8, 0.06
-"""The cost of rows until steps are timed: FREE_ROWS rows cost as much as one row, and each further row adds
+"""The assumed cost of rows before steps are timed: FREE_ROWS rows cost as much as one row, and each further row adds
 COST_OF_MORE times that cost."""
 KEPT_TIMES, TRIES = 7, 3
 """The number of measured times to keep for each size, and the number of times that a size needs to be trusted."""
 ASSUMED_CHANCE, ASSUMED_TRIALS = 0.7, 4.0
-"""The chance of a token without a record, and the weight of a prior chance, in trials. The prior of all requests'
-record is ASSUMED_CHANCE; the prior of one request's record is the record of all requests."""
+"""The chance that a guessed token is right before any was judged, and the weight of a prior chance, in trials. The
+record of all requests has the prior ASSUMED_CHANCE. The record of one request has the chance of all as its prior."""
 LEAST_GAIN = 1.1
-"""The least ratio of tokens per second with drafts to those without. A smaller gain is within the errors of chances
-and times, and times grow with contexts."""
+"""The least ratio of tokens per second with drafts to those without. A smaller gain may be an error: chances and times
+are estimates, and times grow as contexts get longer."""
 FORGOTTEN_AFTER = 512
-"""The number of steps after which a size's times are forgotten if it was not timed again. Then it is tried again."""
+"""After this number of steps without a new time of a size, its times are forgotten. Then drafts try the size again."""
 
 
 class Allowance:
@@ -57,24 +58,27 @@ class Allowance:
         return self.left_s > 0 and bool(self._plain_s)
 
     def plain_s(self, num_rows: int) -> float | None:
-        """Seconds of a step without drafts, for the timed number of rows nearest to `num_rows`; None: no known time."""
+        """Seconds that a step without drafts takes, with the timed number of rows nearest to `num_rows`.
+
+        None if no step without drafts was timed.
+        """
         if not self._plain_s:
             return None
         return min(self._plain_s[min(self._plain_s, key=lambda size: abs(size - num_rows))])
 
     def note_plain(self, num_rows: int, seconds: float, guessing_s: float) -> None:
-        """Note a step without drafts, in which each row gave a token, and the seconds of guessing before the step."""
+        """Record a step without drafts, in which each row gave a token, and the seconds of guessing before the step."""
         self._plain_s.setdefault(num_rows, deque(maxlen=NEWEST)).append(seconds)
         self._add(SHARE * seconds - guessing_s, seconds)
 
     def note_drafted(self, num_requests: int, num_tokens: int, seconds: float, guessing_s: float) -> None:
-        """Note a step with drafts that gave `num_tokens` tokens, and the seconds of guessing before the step."""
+        """Record a step with drafts that gave `num_tokens` tokens, and the seconds of guessing before the step."""
         plain_s = self.plain_s(num_requests)
         if plain_s is not None:
             self._add(SHARE * seconds + plain_s * num_tokens / num_requests - seconds - guessing_s, plain_s)
 
     def note_guessing(self, guessing_s: float) -> None:
-        """Note the guessing before a step that also computed prompts: the time that its drafts saved is unknown."""
+        """Record the guessing before a step that also computed prompts: the time that its drafts saved is unknown."""
         self._add(-guessing_s, 0.0)
 
     def _add(self, seconds: float, plain_s: float) -> None:
@@ -88,7 +92,7 @@ class Allowance:
 
 
 class StepTimes:
-    """The seconds of a step by its number of rows, as measured lately."""
+    """How many seconds a step takes, by its number of rows, from recent measurements."""
 
     def __init__(self) -> None:
         self._times: list[deque[float]] = [deque(maxlen=KEPT_TIMES) for _ in SIZES]
@@ -118,7 +122,10 @@ class StepTimes:
         self._noted_at[at] = self._num_steps
 
     def learnt(self) -> dict[str, float]:
-        """The least seconds of each size with at least TRIES times, for a later process on the same machine."""
+        """The shortest time in seconds of each size that has at least TRIES times, by size.
+
+        A later process on the same machine can begin with these times.
+        """
         sure = (at for at in self._fresh() if len(self._times[at]) >= TRIES)
         return {str(SIZES[at]): min(self._times[at]) for at in sure}
 
@@ -136,9 +143,9 @@ class StepTimes:
         self._curve = None
 
     def seconds(self, num_rows: npt.NDArray[np.int64]) -> Floats:
-        """Seconds of steps with these numbers of rows; more rows never take less time.
+        """Estimate the seconds that steps with these numbers of rows take; more rows never take less time.
 
-        Until times are known, the unit is the time of a step with one row instead.
+        Until a step is timed, the unit is the time of a step with one row instead.
         """
         if self._curve is None:
             self._curve = self._measured()
@@ -147,11 +154,11 @@ class StepTimes:
         return seconds * np.maximum(1.0, _assumed(num_rows) / _assumed(SIZES[-1:]))
 
     def _measured(self) -> Floats:
-        """Seconds of a step for each of SIZES, from the least of the size's last times.
+        """Estimate the seconds of a step for each of SIZES from the shortest of the size's last times.
 
-        Other work on the machine only adds to a time, so the least is the nearest to the truth. Slowness is the ratio
-        of this time to the assumed cost. If a size has fewer than TRIES times, its slowness is drawn towards that of
-        the next smaller size that has enough times, so that the size is tried again. If a size has no times, its
+        Other work on the machine only adds to a time, so the shortest is the nearest to the truth. Slowness is the
+        ratio of this time to the assumed cost. If a size has fewer than TRIES times, its slowness is mixed with that of
+        the next smaller size that has enough times, so that drafts try the size again. If a size has no times, its
         slowness lies between its neighbours'. If no size has times, all sizes have the slowness of the last step.
         """
         timed = self._fresh()
@@ -183,13 +190,13 @@ def _assumed(num_rows: npt.NDArray[np.int64]) -> Floats:
 
 @dataclass(slots=True)
 class Trials:
-    """Counts of guessed tokens that were compared with the model's, and of right guesses; older trials count less."""
+    """Counts of guessed tokens: those compared with the model's, and those that were right. Older ones count less."""
 
     weight: float = 0.0
     right: float = 0.0
 
     def note(self, num_trials: int, num_right: int, decay: float) -> None:
-        """Note some trials. Each of them multiplies the weight of all earlier trials by `decay`."""
+        """Record some trials. Each of them multiplies the weight of all earlier trials by `decay`."""
         self.weight = self.weight * decay**num_trials + num_trials
         self.right = self.right * decay**num_trials + num_right
 
@@ -200,13 +207,13 @@ class Trials:
 
 @dataclass(slots=True)
 class Record:
-    """The trials of guesses: those of first tokens, and those of later tokens, which count only after right tokens."""
+    """Trials of guesses: of first tokens, and of later tokens, which count only if all tokens before were right."""
 
     first: Trials = field(default_factory=Trials)
     later: Trials = field(default_factory=Trials)
 
     def note(self, num_right: int, *, one_was_wrong: bool, decay: float) -> None:
-        """Note a guess whose first `num_right` tokens were right; the next token was wrong if `one_was_wrong`."""
+        """Record a guess whose first `num_right` tokens were right; the next token was wrong if `one_was_wrong`."""
         if num_right or one_was_wrong:
             self.first.note(1, min(num_right, 1), decay)
         if num_right:
@@ -221,16 +228,16 @@ class Acceptance:
     """
 
     KEPT, KEPT_OF_REQUEST = 0.98, 0.9
-    """The share of its weight that a trial keeps at each new trial: in all requests' record, and in one request's."""
+    """The share of its weight that a trial keeps at each new trial: in the record of all requests, and of one."""
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, int], Record] = {}
-        """Source and class of match -> record."""
+        """(Source, class of the match's length) -> record of all requests."""
 
     def chances(self, source: str, num_matched: int, record: Record) -> tuple[float, float]:
         """The chance that the first token of a guess is right, and that a later token is right if all before it are.
 
-        `record` is the request's own.
+        `record`: the trials of this request alone.
         """
         general = self._records.get((source, _class(num_matched)), _NOTHING_KNOWN)
         first = record.first.mixed_with(general.first.mixed_with(ASSUMED_CHANCE))
@@ -265,7 +272,7 @@ def best_lengths(
     times: StepTimes,
     room: int,
 ) -> list[int]:
-    """The number of tokens to draft for each request, so that the step gives the most tokens for each second.
+    """The number of tokens to draft for each request, so that the step gives the most tokens per second.
 
     Request r's draft has at most `longest[r]` tokens. `chances[r]` are the probabilities that its first token is
     right, and that a later token is right if all tokens before it are. The requests share the added rows: the likeliest

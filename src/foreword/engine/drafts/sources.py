@@ -1,15 +1,16 @@
 """Where drafts come from: a request's own text, its caller's prediction, the cache's paths, answers of its namespace.
 
-Negative numbers in texts stand for ends of answers: no token is negative, so no match and no draft goes beyond one.
+In a text, a negative number marks the end of an answer. No token is negative, so no match and no draft crosses such an
+end.
 
-`SuffixIndex` finds where the last tokens of a text stood before. As in LZ77 coders, a hash table has the last place of
-each pair of tokens, and links lead from each place to the place before it with the same pair:
+`SuffixIndex` finds where the last tokens of a text occurred before. As in LZ77 coders, a hash table has the last place
+of each pair of tokens, and links lead from each place to the previous place of the same pair:
 
     tokens   7 3 9 1 7 3 9 4 7 3         the text ends with 7 3
     links              1         5       places whose pair is 7 3: 9 (the end), 5, 1
-    followed by        9 4 ..            the place with the longest common past wins; of equal places, the last
+    followed by        9 4 ..            the place with the longest match wins; of equal places, the last
 
-SuffixDecoding (Oliaro et al., 2024) uses suffix trees, which take some 100 bytes for a token; this takes 16 to 24.
+SuffixDecoding (Oliaro et al., 2024) uses suffix trees, which take some 100 bytes per token; this index takes 16 to 24.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from foreword.cache import KVCacheManager
 from foreword.request import Request
 
 PAIR = 2
-"""Tokens that must agree before anything is found."""
+"""The least number of tokens that must agree for a match."""
 LONGEST_MATCH = 32
-"""Most tokens of the past that are compared."""
+"""The most tokens that a match compares, backwards from the last token."""
 MOST_PLACES = 24
-"""The most places to compare, the last in the text."""
+"""The most places to compare. If there are more, those nearest to the text's end are compared."""
 _FACTOR = 0x9E3779B1
 _MASK = 0xFFFFFFFF
 END_OF_ANSWER = -1
@@ -45,37 +46,37 @@ class Proposal:
     source: str
     """The drafter's name."""
     num_matched: int
-    """The number of the answer's last tokens that stand in the source too: the more, the likelier is the draft."""
+    """The number of the text's last tokens that agree with the source. With more, the draft is more likely right."""
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of answers. A wrong guess costs time, never a bit of an answer.
+    """Guesses the next tokens of answers. A wrong guess costs time, but never changes an answer.
 
-    It uses only the request itself, and tokens that were computed in the request's own cache namespace.
+    A drafter uses only the request itself, and tokens that were computed in the request's own cache namespace.
     """
 
     name: str
-    """The source of its drafts, for statistics."""
+    """The name of the source in statistics."""
 
     def propose(self, request: Request, max_tokens: int) -> Proposal | None:
         """Guess at most `max_tokens` tokens that follow the request's known tokens; None: no guess."""
 
     def leave(self, request: Request) -> None:
-        """Note that a request has ended; `request.finish_reason` says how."""
+        """Record that a request has ended; `request.finish_reason` says how."""
 
     def forget(self) -> None:
-        """Forget the texts that ended requests left behind."""
+        """Forget the texts of requests that have ended."""
 
 
 class SuffixIndex:
-    """A text that grows at its end, in which the places of any last tokens are found."""
+    """A text that grows at its end, and an index that finds where given last tokens occur in the text."""
 
     def __init__(self) -> None:
         self._tokens: IntArray = np.empty(256, np.int32)
         self._links: IntArray = np.empty(256, np.int32)
-        """Place -> an earlier place with the same hash; -1 for none. A place is that of a pair's second token."""
+        """Place -> the previous place with the same hash; -1: none. A pair's place is the index of its second token."""
         self._heads: IntArray = np.full(256, -1, np.int32)
-        """Hash -> the last place."""
+        """Hash -> the last place with this hash; -1: none."""
         self._length = 0
 
     def __len__(self) -> int:
@@ -83,7 +84,7 @@ class SuffixIndex:
 
     @property
     def tokens(self) -> IntArray:
-        """The text, [tokens]; a view that is valid until it grows."""
+        """The text, [tokens]; a view that is valid until the text grows."""
         return self._tokens[: self._length]
 
     @property
@@ -103,9 +104,9 @@ class SuffixIndex:
             self._link(max(1, start), end)
 
     def find(self, tail: IntArray, before: int) -> tuple[int, int] | None:
-        """Find the place below `before` whose past agrees longest with `tail`; returns the place and that length.
+        """Find the place below `before` at which the most last tokens of `tail` occur; returns it and their number.
 
-        Of equally good places, the last; None if not even two tokens agree.
+        Returns the last of equally good places; None if fewer than two tokens agree.
         """
         if len(tail) < PAIR:
             return None
@@ -122,7 +123,7 @@ class SuffixIndex:
         at = np.array(places)[:, None] - past
         differs = (self._tokens[np.maximum(at, 0)] != tail[len(tail) - 1 - past]) | (at < 0)
         lengths = np.where(differs.any(1), differs.argmax(1), len(past))
-        best = int(lengths.argmax())  # the first of equals, which is the last in the text
+        best = int(lengths.argmax())  # the first of equally good places, which is the last in the text
         return (places[best], int(lengths[best])) if lengths[best] >= PAIR else None
 
     def following(self, place: int, max_tokens: int) -> IntArray:
@@ -173,10 +174,10 @@ class _OfRequests:
 
 
 class OwnText(_OfRequests):
-    """Finds the last tokens earlier in the request's own text, and guesses their continuation: edits, quotes, results.
+    """Guesses that the last tokens continue as they did earlier in the request's own text, as in edits and quotes.
 
-    "Prompt lookup", with the longest match and without a limit on its distance. An index takes at most 24 bytes for a
-    token of a running request, and is dropped with the request.
+    This is "prompt lookup", with the longest match and without a limit on its distance. An index takes at most 24 bytes
+    for each token of a running request, and is dropped when the request ends.
     """
 
     name = "own"
@@ -192,13 +193,13 @@ class OwnText(_OfRequests):
             return None
         place, num_matched = match
         token_ids = text.following(place, max_tokens)
-        if len(token_ids) < max_tokens:  # the text repeats itself up to its end, so it may go on to do so
+        if len(token_ids) < max_tokens:  # the text repeats itself up to its end, so it may go on repeating itself
             token_ids = np.resize(token_ids, max_tokens)
         return Proposal(token_ids, self.name, num_matched)
 
 
 class Predicted(_OfRequests):
-    """Guesses from the caller's prediction: from its beginning, and again from where the answer returns to it."""
+    """Guesses the caller's prediction: its beginning, and later what follows the answer's last tokens in it."""
 
     name = "prediction"
 
@@ -212,7 +213,7 @@ class Predicted(_OfRequests):
             text.extend(np.array(predicted, np.int32))
         answer = request.sequence.generated_from(0) if request.num_output_tokens < 2 else []
         if answer == list(predicted[: len(answer)]) and request.num_output_tokens < 2:
-            place, num_matched = len(answer) - 1, LONGEST_MATCH  # it begins as predicted
+            place, num_matched = len(answer) - 1, LONGEST_MATCH  # the answer begins as predicted
         else:
             match = text.find(request.sequence.token_ids[request.num_prompt_tokens :][-LONGEST_MATCH:], len(text))
             if match is None:
@@ -223,21 +224,21 @@ class Predicted(_OfRequests):
 
 
 class CachedPaths:
-    """Guesses how cached sequences go on after this very text: repeated requests, regenerated answers, agents.
+    """Guesses what follows the request's whole text in the cache, as in repeated requests and regenerated answers.
 
-    A cached path is read ahead, and again only where the answer leaves it.
+    A cached path is read ahead. Another is looked up only when the answer leaves the path or reaches its end.
     """
 
     name = "cache"
     READ_AHEAD = 128
-    """Tokens to read at a time."""
+    """The number of tokens of a path to read at a time."""
     PAUSE = 32
     """The number of new tokens after which a request without a cached path is looked up again."""
 
     def __init__(self, cache: KVCacheManager) -> None:
         self._cache = cache
         self._read: WeakKeyDictionary[Request, tuple[int, IntArray, int]] = WeakKeyDictionary()
-        """The text's length when a path was read, the path, and the number of tokens followed before."""
+        """Request -> its length when the path was read, the path, and the number of tokens that agreed before."""
 
     def propose(self, request: Request, max_tokens: int) -> Proposal | None:
         length = len(request.sequence)
@@ -264,15 +265,15 @@ class CachedPaths:
 class RecentAnswers:
     """Guesses the tokens that followed the same last tokens in recent answers of the request's own namespace.
 
-    Namespaces are those of the cache (salt and adapter), and separate tenants. So a request that may hit a prefix may
-    also draft from answers to it.
+    Namespaces are those of the cache: salt and adapter. So a request drafts only from answers to prompts whose blocks
+    it may also hit, and tenants stay separate.
     """
 
     name = "answers"
     MOST_TOKENS = 16_384
-    """Most tokens to keep for each namespace. If an answer does not fit, only the newest half stays beside it."""
+    """The most tokens to keep for each namespace. If an answer does not fit, the oldest half is dropped."""
     MOST_BYTES = 64 * 2**20
-    """Memory for all namespaces. The namespace whose last answer is the oldest goes first."""
+    """The most bytes of all namespaces. The namespace whose last answer is the oldest is dropped first."""
 
     def __init__(self) -> None:
         self._texts: OrderedDict[tuple[str | None, str | None], SuffixIndex] = OrderedDict()

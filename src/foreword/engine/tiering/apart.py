@@ -1,8 +1,8 @@
-"""Keeps payloads other than blocks of the pool in the pool's tiers: the rows that an encoder made of pictures.
+"""Keeps the rows that an encoder made of pictures in the pool's tiers, as payloads that are not blocks of the pool.
 
-A tier names a payload by namespace, group and key, and never looks into it. Blocks of the pool have small group ids;
-these payloads have the last group id. A tier's threads have buffers as large as the largest payload, so large payloads
-are cut.
+A tier names a payload by namespace, group and key, and never reads its content. Blocks of the pool have small group
+ids, and these payloads have the last group id. A tier's threads have buffers as large as the largest payload, so large
+payloads are cut into pieces.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from foreword.tiers.tier import EXACT, GROUP_APART, BlockKeys, BlockRun, Buffers
 
 PIECE_BYTES = 4 << 20
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 2.0
-"""The longest waits for a load, in seconds: before anything was computed, and in any case."""
+"""The longest waits for a load, in seconds: while the time to compute is unknown, and once it is known."""
 REST_S = 30.0
 """Seconds without loads after a load that took too long: otherwise every request would wait for the slow tier again."""
 
 
 class PayloadsApart:
-    """Loads and stores such payloads. The engine's thread calls it and waits for loads, and so do all requests."""
+    """Loads and stores such payloads. The engine's thread calls it and waits for loads, so all requests wait, too."""
 
     def __init__(self, tiers: Sequence[Tier], namespace: bytes, root: BlockHash, stores: Stores) -> None:
-        """`root`: the root of all block keys, and so of these names; `stores` counts the bytes of a day."""
+        """`root`: the root of all block keys, which goes into these payloads' keys. `stores` counts a day's bytes."""
         self._tiers, self._namespace, self._root, self._stores = tiers, namespace, root, stores
         self._rests_until = 0.0
 
     def load(self, names: Sequence[str], payloads: Sequence[memoryview], compute_s: float | None) -> list[bool]:
         """Fill the payloads that the tiers have; returns whether each was filled.
 
-        `compute_s`: seconds to make them all, None if that is not known. All tiers together are waited for at most
-        four fifths of that time, and 2 s (0.5 s if it is not known). A tier that would take longer is not asked.
+        `compute_s`: seconds to make all payloads; None: unknown. The wait for all tiers together is at most four fifths
+        of that time, and at most 2 s (0.5 s if the time is unknown). Nothing is loaded from a tier that would take
+        longer.
         """
         if time.monotonic() < self._rests_until:
             return [False] * len(names)
@@ -59,7 +60,7 @@ class PayloadsApart:
             if not len(here) or tier.estimate_load_s(num_bytes) > min(wait_s, worth):
                 continue
             buffers = Buffers([pieces[number] for number in here.tolist()])
-            # A late load is cancelled here: a tier forgets blocks whose load timed out, as if they were damaged.
+            # A late load is cancelled, and does not time out: a tier forgets blocks whose load timed out as damaged.
             ticket = tier.load(keys.select(here), sizes[here], buffers, deadline_s=10 * MOST_WAIT_S)
             if not ticket.wait(wait_s):
                 ticket.cancel()

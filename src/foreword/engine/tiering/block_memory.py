@@ -1,6 +1,6 @@
 """The bytes of the pool's blocks, as tiers read and write them.
 
-`foreword.model.storage` has the model's.
+`foreword.model.storage` implements the protocol for a model's pool.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class BlockMemory(Protocol):
         """Copy a block."""
 
     def provide(self, block_ids: BlockIds) -> Iterator[None]:
-        """Let the system provide the memory of blocks before they are used, a few megabytes before each pause.
+        """Let the operating system provide the memory of blocks before they are used. The blocks keep their contents.
 
-        The blocks keep their contents.
+        Each item of the iterator provides a few megabytes.
         """
 
 
 class UnknownMemory:
-    """The memory of an engine that was not told where its blocks' bytes are. Raises ConfigError when it is asked."""
+    """The memory of an engine that does not know where its blocks' bytes are. Reads and writes raise ConfigError."""
 
     def payload_bytes(self, group_id: int) -> int:
         raise ConfigError(
@@ -55,14 +55,14 @@ class UnknownMemory:
 
 
 class Part(NamedTuple):
-    """Blocks of one group: their numbers in the sequence, ascending, and their places in the pool."""
+    """Blocks of one group: their numbers in the sequence, ascending, and their ids in the pool."""
 
     group_id: int
     numbers: BlockIds
     block_ids: BlockIds
 
     def adopt(self, manager: KVCacheManager, sequence: TokenSequence, chosen: npt.NDArray[np.intp]) -> int:
-        """Index the blocks at these places in the part, which are filled; returns the number that was indexed."""
+        """Index the part's blocks at the indices `chosen`, which must be filled; returns the number indexed."""
         num_adopted = 0
         for run in np.split(chosen, np.flatnonzero(np.diff(self.numbers[chosen]) != 1) + 1) if len(chosen) else ():
             if manager.adopt(self.group_id, sequence, int(self.numbers[run[0]]), self.block_ids[run]):
@@ -71,7 +71,10 @@ class Part(NamedTuple):
 
 
 def take_blocks(manager: KVCacheManager, parts: Sequence[Part], held: BlockIds) -> list[Part] | None:
-    """Hold `held`, and take blocks for parts that have none; None, and nothing is held, if too few are free."""
+    """Hold the blocks `held`, and take a free block for each block of `parts`.
+
+    Returns the parts with these blocks; None, and nothing is held, if too few blocks are free.
+    """
     counts = [len(part.numbers) for part in parts]
     manager.hold_blocks(held)  # otherwise taking blocks could evict them
     block_ids = manager.take_blocks(sum(counts))
@@ -83,7 +86,7 @@ def take_blocks(manager: KVCacheManager, parts: Sequence[Part], held: BlockIds) 
 
 
 def names_of(manager: KVCacheManager, namespace: bytes, sequence: TokenSequence, parts: Sequence[Part]) -> BlockKeys:
-    """The names of a sequence's blocks in `parts`; there must be at least one block."""
+    """The names that tiers have for a sequence's blocks in `parts`; there must be at least one block."""
     keys = manager.keys_by_group(sequence)
     return joined_keys(
         BlockKeys.of_group(namespace, part.group_id, [keys[part.group_id][n] for n in part.numbers.tolist()])

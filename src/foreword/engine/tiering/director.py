@@ -1,8 +1,8 @@
 """TierDirector: decides which blocks are loaded from tiers, stored in tiers, or computed instead.
 
-The scheduler calls it in two places: where a waiting request was looked up (`must_wait`), and where a request has
-computed tokens that others may find (`offer`). The engine tells it when steps are planned and settled, and the time
-that they took.
+The scheduler calls it in two places: after a waiting request was looked up (`must_wait`), and after a request has
+computed tokens that others may find (`offer`). The scheduler also reports when steps are planned and settled, and how
+long they took.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from foreword.tiers.tier import NAMESPACE_BYTES, BlockKeys, Tier, TierStats
 MOST_BLOCKS = 256
 """The number of leading blocks of a prompt for which keys of another identity are computed."""
 NEXT_BLOCKS = 16
-"""The number of blocks after a hit to look for. One found block is enough: a group may keep only every n-th block."""
+"""The number of blocks after a hit to look for. One found block is enough. A group may keep only every n-th block."""
 MOST_GROUPS = 8
-"""The number of groups to look for in another identity, because its groups are unknown."""
+"""The number of groups in which blocks of another identity are looked for, because its groups are unknown."""
 logger = logging.getLogger(__name__)
 NOTHING = object()
 POLL_S = 0.005
-"""Seconds between two looks at loads and stores while nothing can be computed."""
+"""Seconds between two checks of loads and stores while nothing can be computed."""
 AHEAD_BYTES = 128 << 20
 """The bytes of empty blocks whose memory the system provides while nothing runs. The first write to a page takes longer
 than all other work of a load, and each layer has its own pages: a pool's first block alone may need 120 MB.
@@ -46,17 +46,17 @@ than all other work of a load, and each layer has its own pages: a pool's first 
 
 @dataclass(frozen=True, slots=True)
 class OtherIdentity:
-    """Another model or another arithmetic, whose blocks may lie in the same place."""
+    """Another model or another arithmetic, whose blocks may be in the same cache directory or store."""
 
     tier: Tier
     namespace: bytes
     root: BlockHash
     block_size: int
     reason: MissReason
-    """The reason of a miss that its blocks explain."""
+    """The reason of a miss if blocks of this identity are found."""
 
     def has_more(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Whether it has blocks of this content after the first `num_tokens` tokens."""
+        """Whether the tier has this identity's blocks of the sequence after the first `num_tokens` tokens."""
         first = num_tokens // self.block_size
         end = min(first + NEXT_BLOCKS, MOST_BLOCKS, len(sequence) // self.block_size)
         if first >= end:
@@ -71,7 +71,7 @@ class OtherIdentity:
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """One tier, for metrics and people."""
+    """The report of one tier."""
 
     name: str
     stats: TierStats
@@ -87,7 +87,7 @@ class TiersReport:
     bytes_today: int
     num_waiting_stores: int
     num_loads: int
-    """Loads under way."""
+    """Loads under way, and requests that wait for tiers to answer."""
 
 
 class TierDirector:
@@ -106,7 +106,7 @@ class TierDirector:
     ) -> None:
         """`tiers`: the nearest first; if two tiers have equally much of a prefix, the first tier serves it.
 
-        `admission` decides what is stored; None: everything. `others`: identities whose blocks explanations look for.
+        `admission` decides what is stored; None: everything. `others`: explanations of misses look for their blocks.
         """
         self._tiers, self._memory, self._manager = tuple(tiers), memory, manager
         self._cost = StepCost()
@@ -123,7 +123,7 @@ class TierDirector:
         self._namespace = namespace
         self._num_planned = self._num_settled = 0
         self._ahead: Iterator[None] = iter(())
-        """Each item lets the system provide some memory of the blocks that are given away next."""
+        """Each item lets the system provide some memory of the blocks that the pool gives away next."""
         self._num_planned_before = -1
         """The number of steps that were planned when `_ahead` was made."""
 
@@ -156,7 +156,7 @@ class TierDirector:
         return self._stores.is_storing
 
     def provide_ahead(self) -> bool:
-        """Let the system provide memory for the next load; False if all is there. Call it while no request runs."""
+        """Let the system provide memory for the next load, while no request runs; False if all of it is provided."""
         if self._tiers and self._num_planned_before != self._num_planned:
             self._num_planned_before = self._num_planned
             groups = range(len(self._manager.groups))
@@ -166,7 +166,7 @@ class TierDirector:
 
     @property
     def wants_pause(self) -> bool:
-        """Whether it is time to plan no step ahead: something was loaded, or is to be loaded."""
+        """Whether no step should be planned ahead now, because a load has arrived or is to begin."""
         return self._loads.wants_pause or self._loads.has_arrived
 
     @property
@@ -177,7 +177,7 @@ class TierDirector:
         self._num_planned += 1
 
     def note_settled(self, entries: Entries, seconds: float | None) -> None:
-        """Note that the oldest planned step was committed after `seconds` (None: unknown), or has failed."""
+        """Record that the oldest planned step was committed after `seconds` (None: unknown), or has failed."""
         self._num_settled = min(self._num_planned, self._num_settled + 1)
         if seconds is not None and self._tiers:
             self._cost.note_step(entries.starts, entries.ends, seconds)
@@ -228,7 +228,7 @@ class TierDirector:
         return held
 
     def why_missed(self, sequence: TokenSequence, num_tokens: int, *, was_here: bool) -> MissReason | None:
-        """Answer for `foreword.cache.explain.Below`; None: no reason is known here."""
+        """Say why a lookup found no more than `num_tokens`, as `foreword.cache.explain.Below` asks; None: unknown."""
         keys, number = sequence.block_hashes(), num_tokens // sequence.block_size
         if number >= len(keys):
             return None
@@ -268,7 +268,7 @@ class TierDirector:
             tier.close(max(0.0, until - time.monotonic()))
 
     def report(self) -> TiersReport:
-        """Report the loads and stores so far, and the tiers' contents (a copy)."""
+        """Report the loads and stores so far, and the tiers' contents. The report is a copy."""
         return TiersReport(
             tuple(TierReport(tier.name, tier.stats(), deepcopy(self._loads.counts[tier.name])) for tier in self._tiers),
             deepcopy(self._stores.counts),

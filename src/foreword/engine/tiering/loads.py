@@ -1,16 +1,17 @@
 """Loads: prefixes that a tier has and the pool lacks, and the requests that wait for them.
 
-    arrived -> asking -> waiting -> (a tier has more than the pool, and loading beats computing) -> loading -> waiting
+    arrived -> asking -> waiting -> (a tier has more than the pool, and loading is faster) -> loading -> waiting
 
 When a request arrives, the tiers are asked what they have of its prefix. A distant tier may take a while to answer; the
 request waits for the answer, but not for long. A waiting request holds up nobody: the requests after it are admitted. A
-load fills blocks that no lookup finds. When it is done, the blocks that arrived are indexed, and the request is looked
-up again like any other. Blocks that did not arrive are computed. Requests that lack the same block wait for one load.
+load fills blocks that no lookup finds. When the load is done, the blocks that arrived are indexed, and the request is
+looked up again like any other. Blocks that did not arrive are computed. Requests that lack the same block wait for the
+same load.
 
-Fences. A load takes blocks only while no step is planned, because a step may still write to the blocks that were free
-before it. A load also holds the part of the prefix that is in the pool; all loads together hold at most half of the
-pool. A load has a deadline. When it ends, by itself or because it is cancelled, its thread touches no block any more
-(`Ticket`).
+Fences. A load takes blocks only while no step is planned, because a planned step may still write to blocks that are
+free now. A load also holds the part of the prefix that is in the pool; all loads together hold at most half of the
+pool. A load has a deadline. When it has ended, by itself or because it was cancelled, its thread no longer touches any
+block (`Ticket`).
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ from foreword.tiers.ticket import Outcome, Report, Ticket
 from foreword.tiers.tier import BlockKeys, Tier, joined_keys
 
 PIECE_BYTES = 256 << 20
-"""The most bytes of a load. A longer prefix is loaded in pieces, if each beginning of a hit is a hit."""
+"""The most bytes of a load if each beginning of a hit is a hit, too. Then a longer prefix is loaded in pieces."""
 WORTH = 0.8
 """The largest share of the time to compute a prefix that a load of this prefix may take."""
 LEAST_GAIN_S = 0.002
 SHORTEST_DEADLINE_S = 1.0
 SHORTEST_FIRST_DEADLINE_S = 5.0
-"""The least deadline, in seconds, before anything was computed. On a busy machine threads wait for a processor, and
-computing would slow down as much: with ten busy threads on two cores, a load of 0.7 MB took 1.2 s, and its prompt's
-40 tokens 5 s."""
+"""The least deadline, in seconds, while the time to compute is unknown. It is long because on a busy machine threads
+wait for a processor, and computing is as slow there: with ten busy threads on two cores, a load of 0.7 MB took 1.2 s,
+and computing its prompt's 40 tokens took 5 s."""
 DEADLINE_FACTOR = 3.0
-"""A load may take this many times the seconds that the tier estimates."""
+"""A load may take at least this many times the seconds that the tier estimates."""
 FIRST_DEADLINE_BYTES_PER_S = 20e6
-"""The rate that sets the deadline before anything was computed: processors compute 5 to 100 MB of KV a second."""
+"""The rate that sets the deadline while the time to compute is unknown: CPUs compute 5 to 100 MB of KV per second."""
 LEAST_PROBE_S, MOST_PROBE_S = 0.05, 0.25
 PROBE_SHARE = 0.2
-"""The largest share of the time to compute a prompt that a tier's answer may take, within these bounds."""
+"""A tier's answer may take at most this share of the time to compute the prompt, within the bounds above."""
 
 _FAILURES: dict[int, LoadFailure] = {
     Outcome.TIMEOUT: LoadFailure.TIER_SLOW,
@@ -77,11 +78,11 @@ class LoadCounts:
     saved_s: float = 0.0
     """Estimated seconds to compute the loaded blocks, less the seconds that the loads took."""
     num_cancelled: int = 0
-    """Loads that were cancelled: no request waited any more, or running requests needed the loads' blocks."""
+    """Loads that were cancelled, because no request waited any more, or because running requests needed blocks."""
     num_declined: int = 0
     """Prefixes that were computed though the tier had them, because loading would not have been faster."""
     num_regretted: int = 0
-    """Loads that took longer than computing would have."""
+    """Loads that took longer than computing would have taken."""
     blocks_by_outcome: Counter[str] = field(default_factory=Counter)
 
 
@@ -93,7 +94,7 @@ class Load:
     tier: Tier
     parts: list[Part]
     held: BlockIds
-    """The part of the prefix that is in the pool."""
+    """The blocks of the prefix that are in the pool."""
     keys: Sequence[BlockHash]
     """The keys of the sequence's blocks that lookups find after the load and not before."""
     start: int
@@ -115,7 +116,7 @@ class _Plan:
     tier: Tier
     tables: tuple[BlockIds, ...]
     parts: list[Part]
-    """The parts without block ids: no block is taken yet."""
+    """The blocks to load, without block ids: no block of the pool is taken yet."""
     num_tokens: int
     num_bytes: int
     load_s: float
@@ -123,9 +124,10 @@ class _Plan:
 
     @property
     def deadline_s(self) -> float:
-        """The seconds that computing would take, so that a late load and computing take at most twice as long.
+        """The seconds after which a load is given up: as many as computing would take.
 
-        At least a second, and at least DEADLINE_FACTOR times the tier's estimate.
+        So a load that is given up and computing together take at most twice as long as computing. The deadline is at
+        least a second, and at least DEADLINE_FACTOR times the tier's estimate.
         """
         if self.compute_s is None:
             compute_s = max(SHORTEST_FIRST_DEADLINE_S, self.num_bytes / FIRST_DEADLINE_BYTES_PER_S)
@@ -199,7 +201,7 @@ class Loads:
         load = self._owner_of.get(keys[number]) if number < len(keys) else None
         if load is None:
             if request.loads.no_room_at == self._num_ended and self._loads:
-                return True  # no load has ended since there was no room
+                return True  # there was no room, and no load has ended since
             plan = self._plan(request.sequence, hit)
             if plan is None:
                 request.loads.may_ask = False
@@ -210,7 +212,7 @@ class Loads:
             load = self._begin(request.sequence, hit, plan)
             if load is None:
                 request.loads.no_room_at = self._num_ended
-                return bool(self._loads)  # blocks are short, and loads that have deadlines hold some
+                return bool(self._loads)  # other loads hold blocks, and release them at their deadlines at the latest
         load.waiting.append(request)
         self._load_of[request] = load
         return True
@@ -237,7 +239,7 @@ class Loads:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `poll` would index something."""
+        """Whether a load has ended, so that `poll` may index its blocks."""
         return any(load.ticket.done for load in self._loads)
 
     def cancel_all(self) -> None:
@@ -268,7 +270,7 @@ class Loads:
         return False
 
     def _plan(self, sequence: TokenSequence, hit: PrefixHit) -> _Plan | None:
-        """Plan the load that makes the longest hit, of all loads that beat computing; None if no load does."""
+        """Plan the load with the longest hit, of all loads that are faster than computing; None if none is."""
         keys = self._manager.keys_by_group(sequence)
         plans = [self._plan_from(tier, sequence, hit, keys) for tier in self._tiers]
         possible = [plan for plan in plans if plan is not None]
@@ -302,7 +304,7 @@ class Loads:
         return _Plan(tier, tables, parts, num_tokens, num_bytes, load_s, compute_s)
 
     def _stored(self, tier: Tier, group_id: int, keys: Sequence[BlockHash]) -> set[BlockHash]:
-        """The keys that the tier has, of these keys of a group."""
+        """Those keys of a group that the tier has, out of `keys`."""
         if not keys:
             return set()
         present = tier.lookup(BlockKeys.of_group(self._namespace, group_id, keys))
@@ -383,18 +385,18 @@ class Loads:
 
 
 def _failure(report: Report) -> LoadFailure | None:
-    """The tier's failure that the first failed block reports; None if no block failed that way."""
+    """Why the tier failed to give the first block that it failed to give; None if it failed to give none."""
     return next((_FAILURES[outcome] for outcome in report.outcomes.tolist() if outcome in _FAILURES), None)
 
 
 LEAST_TOKENS = 64
-"""The least tokens of a step to learn from: the time of a smaller step is mostly fixed, whatever its tokens."""
+"""The fewest tokens of a step to learn from. A smaller step takes about the same time, whatever its tokens."""
 KEPT = 0.98
 """The share of their weight that earlier steps keep at each new step."""
 
 
 class StepCost:
-    """`seconds = a * tokens + b * tokens * context`, by least squares; older steps count less."""
+    """Estimates `seconds = a * tokens + b * tokens * context` of a step by least squares; older steps count less."""
 
     def __init__(self) -> None:
         self._products = np.zeros((2, 2))
@@ -403,7 +405,7 @@ class StepCost:
         """a and b; None: not computed yet for the steps so far."""
 
     def note_step(self, starts: Int64Array, ends: Int64Array, seconds: float) -> None:
-        """Note the seconds of a step that computed positions `starts` to `ends` (exclusive) of some requests."""
+        """Record the seconds of a step that computed positions `starts` to `ends` (exclusive) of some requests."""
         tokens = ends - starts
         if tokens.sum() < LEAST_TOKENS:
             return
@@ -413,7 +415,7 @@ class StepCost:
         self._fitted = None
 
     def seconds(self, start: int, end: int) -> float | None:
-        """Seconds to compute positions `start` to `end` (exclusive); None before the first step to learn from."""
+        """Estimate the seconds to compute positions `start` to `end` (exclusive); None before a step to learn from."""
         if not self._products[0, 0]:
             return None
         if self._fitted is None:
@@ -423,6 +425,6 @@ class StepCost:
 
     def _fit(self) -> tuple[float, float]:
         (a, b), _, rank, _ = np.linalg.lstsq(self._products, self._sums, rcond=1e-9)
-        if rank < 2 or a <= 0.0 or b < 0.0:  # the steps so far do not tell the two apart
+        if rank < 2 or a <= 0.0 or b < 0.0:  # the steps so far do not determine both a and b
             a, b = self._sums[0] / self._products[0, 0], 0.0
         return float(a), float(b)

@@ -1,13 +1,13 @@
 """Offers: sequences that wait to be stored, in the order in which they will be stored.
 
 Pinned prefixes come first. Then come the heads of prompts, and conversations up to the end of their last message, which
-later prompts repeat. Then comes the rest. Within each rank the offer comes first that saves the most seconds a byte:
+later prompts repeat. Then comes the rest. Within each rank, the offer that saves the most seconds per byte comes first:
 
     chance that a later request uses it  *  (seconds to compute it - seconds to load it)  /  bytes
 
-The chance comes from the eviction policy: the share of blocks that were used again, among those of requests that
-added as many blocks as the offer has. The rule of admission decides which blocks are offered at all. Keys of blocks
-that are not stored stay known for a while, for explanations.
+The chance comes from the eviction policy. It is the share of blocks that were used again, among the blocks of requests
+that added as many blocks as the offer has. The rule of admission decides which blocks are offered at all. Keys of
+blocks that are not stored are remembered for a while, so that misses can be explained.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from foreword.tiers.admission import HEAD_TOKENS, Admission
 from foreword.tiers.tier import Tier
 
 MOST_OFFERS = 512
-"""Most sequences that wait to be stored; beyond that, the last in order is dropped."""
+"""The most sequences that wait to be stored. If there are more, the last in order is dropped."""
 FULL_SHARE = 0.9
-"""The share of its budget from which a tier counts as full; eviction keeps it a few segments below the budget."""
+"""A tier that uses this share of its budget counts as full, because eviction keeps a few segments of it free."""
 
 
 @dataclass(slots=True)
@@ -62,9 +62,9 @@ class Offer(NamedTuple):
     num_tokens: int
     rank: Rank
     worth: float
-    """Expected seconds saved a byte."""
+    """The expected number of seconds saved per stored byte."""
     admitted: npt.NDArray[np.bool_] | None
-    """Whether to store each block of the sequence; None: all."""
+    """[blocks of the sequence]: whether to store each block; None: store all."""
 
 
 class DroppedKeys:
@@ -75,7 +75,7 @@ class DroppedKeys:
         self._next = 0
 
     def note(self, keys: Sequence[bytes]) -> None:
-        """Remember these keys; if there are too many, only the first keys."""
+        """Remember these keys; if there are too many for the ring, only the first keys."""
         numbers = _numbers(keys[: len(self._ring)])
         self._ring[(self._next + np.arange(len(numbers))) % len(self._ring)] = numbers
         self._next += len(numbers)
@@ -122,7 +122,7 @@ class Offers:
         self._put(Offer(sequence, num_tokens, Rank.PINNED, 0.0, None))
 
     def admits_apart(self, key: bytes) -> bool:
-        """Whether to store a payload that was just made and is no block, nor part of any prompt's tail."""
+        """Whether to store a payload that was just made and is no block. It counts as the head of a prompt."""
         if self._admission.rule == "all":
             return True
         is_admitted = self._admission.admits(0, int.from_bytes(key[:8], "little"), has_room=self._has_room())
@@ -155,7 +155,7 @@ class Offers:
         return self._waiting[number].rank, self._waiting[number].worth
 
     def _worth(self, start: int, end: int) -> float:
-        """Expected seconds saved a byte by storing tokens `start` to `end` (exclusive)."""
+        """The expected seconds saved per stored byte of tokens `start` to `end` (exclusive)."""
         sizes = [spec.block_size for spec in self._manager.groups]
         num_bytes = sum((end // size - start // size) * self._memory.payload_bytes(g) for g, size in enumerate(sizes))
         compute_s = self._cost.seconds(start, end)

@@ -1,7 +1,7 @@
 """Exports and imports of prefixes: the pool's blocks to a file, and a file's blocks to a tier or to the pool.
 
-The engine's thread calls it, while no step is in flight: then every block that a lookup finds is filled, and none that
-is taken is written by somebody else.
+The engine's thread calls it while no step is in flight. So every block that a lookup finds is filled, and no step
+writes to the blocks that are taken here.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class PrefixFiles:
         Raises InvalidRequestError if no block is cached, ConfigError for a path that cannot be written.
         """
         manager = self._manager
-        manager.begin_step()  # blocks that earlier steps filled count as filled
+        manager.begin_step()  # so that blocks of earlier steps count as filled
         num_tokens = manager.get_computed_blocks(sequence).num_shared_tokens
-        num_tokens -= num_tokens % manager.block_size  # an index may match to the token, but blocks have keys if full
+        num_tokens -= num_tokens % manager.block_size  # a hit may end inside a block, but only full blocks have keys
         parts = cached_parts(manager, sequence, sequence.num_prompt_tokens)
         if not parts or not num_tokens:
             raise InvalidRequestError(
@@ -56,16 +56,16 @@ class PrefixFiles:
             )
         run = run_of(manager, self._memory, self._namespace, sequence, parts)
         with_size = {**facts, "num_tokens": num_tokens}
-        # Nobody else gives blocks away meanwhile, so no block has to be held.
+        # Nobody takes blocks meanwhile, so no block has to be held.
         num_bytes = write_prefix_file(RealFiles(), path, with_size, run, overwrite=overwrite)
         return ExportReport(num_tokens, len(run.keys), num_bytes)
 
     def take(self, file: PrefixFile, sequence: TokenSequence | None) -> ImportReport:
         """Take the blocks of a file into the first tier; without a tier, into the pool.
 
-        `sequence`: the sequence of the file's token ids; None if the file has no token ids. Raises ConfigError if the
-        blocks can go nowhere, UnsoundFileError if they cannot hold the number of tokens that the file says, OSError if
-        the file changes meanwhile; after an error, nothing has changed.
+        `sequence`: the sequence of the file's token ids; None if the file has no token ids. Raises ConfigError if there
+        is neither a tier nor a sequence, UnsoundFileError if the blocks cannot hold the number of tokens that the file
+        says, OSError if the file changes meanwhile. After an error, nothing has changed.
         """
         self._check_num_tokens(file, sequence)
         if self._tiers:
@@ -81,7 +81,7 @@ class PrefixFiles:
         return self._adopt(file, sequence, places)
 
     def _check_num_tokens(self, file: PrefixFile, sequence: TokenSequence | None) -> None:
-        """Raise UnsoundFileError for more tokens than the text has, or than blocks that every token needs hold."""
+        """Raise UnsoundFileError if the file says more tokens than its text has, or its full-attention blocks hold."""
         counts = Counter(group_id for run in file.runs for group_id in run.entries["group"].tolist())
         limits = [
             counts[group_id] * spec.block_size

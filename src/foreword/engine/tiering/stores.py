@@ -4,9 +4,9 @@ A sequence is offered when its prompt is computed and when its request leaves. S
 `Offers`, in chunks, one at a time: the head of a prefix before its tail.
 
 Fences. The blocks of a chunk are held until the tiers have them, so that nobody overwrites them. When a chunk is
-chosen, a planned step may still have to fill a block of the chunk. So the chunk begins when all these steps are
-settled. A chunk that takes too long is cancelled. While requests run, stores take a fifth of the time: the rest leaves
-memory and disk to steps.
+chosen, a planned step may still have to fill a block of the chunk. So the chunk is stored only after all these steps
+are settled. A chunk that takes too long is cancelled. While requests run, stores take a fifth of the time, and leave
+memory and disk to the steps for the rest.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Stores:
             self.counts.num_dropped_offers += 1
 
     def _settle_apart(self) -> None:
-        """Count the results of stores of such payloads; cancel stores that take too long."""
+        """Count the results of stores that `store_apart` began; cancel those that take too long."""
         pending, self._apart = self._apart, []
         for store in pending:
             if time.monotonic() - store.started > PATIENCE_S:
@@ -166,7 +166,7 @@ class Stores:
     # ------------------------------------------------------------------ chunks
 
     def _choose(self, num_planned: int) -> _Chunk | None:
-        """Choose and hold the next blocks that a tier lacks, and drop offers without them. None: no offer is left."""
+        """Choose and hold the next blocks that a tier lacks; None: no offer is left. Drops offers without any."""
         while (offer := self._offers.take()) is not None:
             chunk = self._chunk_of(offer, num_planned)
             if chunk is None:
@@ -180,7 +180,7 @@ class Stores:
         return None
 
     def _chunk_of(self, offer: Offer, num_planned: int) -> _Chunk | None:
-        """The first blocks of a sequence that are cached and that a tier lacks; None if no block is so."""
+        """The first blocks of a sequence that are cached and that a tier lacks; None if there are none."""
         parts = cached_parts(self._manager, offer.sequence, offer.num_tokens)
         if not parts:
             return None
@@ -230,7 +230,7 @@ class Stores:
         chunk.tickets += [tier.store(run) for tier in chunk.tiers]
 
     def _finish(self, chunk: _Chunk, *, is_busy: bool) -> None:
-        """Count a chunk and release it. More blocks of its sequence come next, if a tier took any of these."""
+        """Count a chunk and release it. If a tier took any of its blocks, the rest of its sequence is offered again."""
         seconds, gets_through, run = time.monotonic() - chunk.started, False, chunk.run
         assert run is not None, "the chunk has not begun"
         for ticket in chunk.tickets:
@@ -288,7 +288,7 @@ def run_of(
 
 
 def _places(parts: Sequence[Part]) -> dict[tuple[int, int], int]:
-    """Group and number of each block, and its place in the pool."""
+    """(Group, number) of each block -> its id in the pool."""
     return {
         (part.group_id, number): block_id
         for part in parts

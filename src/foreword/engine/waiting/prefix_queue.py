@@ -1,7 +1,7 @@
 """PrefixQueue: serves requests with cached prefixes first, within a bound on delay.
 
-The order: tenants take turns, and the requests of a tenant go by priority. The requests of one tenant and priority are
-a lane: there, the family with the most cached blocks goes first, and of a family its oldest request.
+Tenants take turns, and a tenant's requests are served in order of priority. The requests of one tenant and one priority
+are a lane. In a lane, the family with the most cached blocks goes first, and in a family its oldest request.
 
 A request may be overtaken, within its lane, by later requests that together take at most `max_overtake_s` seconds:
 
@@ -13,7 +13,7 @@ one sum per lane decides, however many requests wait.
 
 `WaitingPrefixes` sorts waiting requests by the cached parts of their prompts. The cache's ledger reports changes, so
 nothing is looked up again. A family is the requests of one lane with the same first missing block. Keys are chained, so
-all that comes before that block is the same too: if one of the requests computes the block, the others hit it.
+the blocks before that block are the same too: if one of the requests computes the block, the others hit it.
 
     cached     |--- document ---|
     request 1  |--- document ---|-- question a --|     a family for each of the two questions,
@@ -49,15 +49,15 @@ class Family:
         self.lane = lane
         self.name = name
         self.num_cached = num_cached
-        """The number of cached blocks in the beginning."""
+        """The number of cached blocks with which each member begins."""
         self.oldest = oldest
         """The member that is served first."""
         self.members = {oldest: None}
         """The members in the order in which they came. (The order of a set would depend on addresses.)"""
         self.version = GONE
-        """A unique number, new after each change of the oldest member or the beginning; GONE if it is no family now."""
+        """A unique number, new after each change of the oldest member or of `num_cached`; GONE if it is dropped."""
         self.passed_in = -1
-        """The last step in which it was passed over."""
+        """The last step in which this family was passed over."""
         self._by_age: list[tuple[tuple[int, int], Request]] = []
         """Heap of the members except the oldest; it may also have members that left."""
 
@@ -78,8 +78,8 @@ class Family:
 class WaitingPrefixes:
     """Families of waiting requests, kept up to date by the ledger of the first group of layers.
 
-    If an index can forget a block but keep the blocks after it, a family may count too many blocks until it is looked
-    up. The radix index always forgets these blocks too.
+    Some indexes can forget a block but keep the blocks after it. Then a family may count too many blocks until it is
+    looked up. The radix index always forgets the blocks after it, too.
     """
 
     def __init__(self, ledger: GroupLedger) -> None:
@@ -125,13 +125,13 @@ class WaitingPrefixes:
     # ------------------------------------------------------------------ events
 
     def stored(self, keys: Sequence[BlockHash]) -> None:
-        """Note that lookups find these blocks from now on."""
+        """Record that lookups find these blocks from now on."""
         if self._by_missing:
             for family in dict.fromkeys(family for key in keys for family in self._by_missing.get(key, ())):
                 self._spread(family)
 
     def gone(self, keys: Iterable[BlockHash]) -> None:
-        """Note that lookups do not find these blocks any more."""
+        """Record that lookups no longer find these blocks."""
         if not self._by_last:
             return
         for key in keys:
@@ -143,15 +143,15 @@ class WaitingPrefixes:
                     self._move(family, num_cached)
 
     def cleared(self) -> None:
-        """Note that lookups find no block any more."""
+        """Record that lookups no longer find any block."""
         self.gone(list(self._by_last))
 
     def _spread(self, family: Family) -> None:
-        """Put the members of a family, whose next block is cached now, into the families to which they belong."""
+        """Divide a family whose next block is cached now: each member goes to the family to which it belongs."""
         low, oldest_keys = family.num_cached, self._keys[family.oldest]
         likely = self._num_cached(oldest_keys, low, len(oldest_keys))
         places: dict[BlockHash | None, int] = {}
-        """The next block of each member -> cached blocks before it."""
+        """Next missing block of a member, None if no block is missing -> the number of cached blocks before it."""
         for request in family.members:
             keys = self._keys[request]
             num_cached = likely
@@ -169,7 +169,7 @@ class WaitingPrefixes:
     # ------------------------------------------------------------------ places
 
     def _move(self, family: Family, num_cached: int) -> None:
-        """Move a family whose members have this number of cached blocks and the same next block."""
+        """Move a family whose members now have `num_cached` cached blocks each and the same next block."""
         self._drop(family)
         name = self._name(family.oldest, num_cached)
         existing = self._families.get((family.lane, name))
@@ -206,7 +206,7 @@ class WaitingPrefixes:
             table.setdefault(key, {})[family] = None
 
     def _drop(self, family: Family) -> None:
-        """Forget a family, whose oldest member is still known."""
+        """Forget a family. The keys of its oldest member must still be known."""
         del self._families[family.lane, family.name]
         family.version = GONE
         for table, key in self._entries(family):
@@ -216,7 +216,7 @@ class WaitingPrefixes:
                 del table[key]
 
     def _entries(self, family: Family) -> Iterator[tuple[dict[BlockHash, dict[Family, None]], BlockHash]]:
-        """The tables that have a family, and its key in each."""
+        """Yield each table that has the family, and the family's key in that table."""
         keys, at = self._keys[family.oldest], family.num_cached
         if at < len(keys):
             yield self._by_missing, keys[at]
@@ -231,7 +231,7 @@ class WaitingPrefixes:
         return number < len(keys) and keys[number] in self._ledger
 
     def _num_cached(self, keys: Sequence[BlockHash], low: int, high: int) -> int:
-        """The number of leading blocks that are found, between two bounds. No missing block is before a found one."""
+        """The number of leading cached blocks, from `low` to `high`. No block may be cached after a missing block."""
         return bisect.bisect_left(keys, True, low, high, key=lambda key: key not in self._ledger)
 
     def check_integrity(self) -> None:
@@ -264,7 +264,7 @@ class Lane:
         self._passed_by_age = self._by_age[:]
         self._arrivals: list[tuple[tuple[int, int], Request]] = []
         self._overtook: list[tuple[tuple[int, int], float]] = []
-        """Service keys and seconds of requests that overtook a waiting request, in order of arrival."""
+        """(Service key, seconds taken) of each request that overtook a waiting request, in order of arrival."""
         self._taken_s = 0.0
         """The sum of these seconds."""
 
@@ -273,7 +273,7 @@ class Lane:
         heapq.heappush(self._arrivals, (request.service_key, request))
 
     def note(self, family: Family) -> None:
-        """Note a family that is new, or has changed."""
+        """Record a family that is new, or has changed."""
         if max(len(self._by_match), len(self._by_age)) > 64 + MAX_STALE * len(self.waiting):
             entries = self._by_match + self._passed_by_match
             families = {each for _, _, version, each in entries if version == each.version}
@@ -298,7 +298,7 @@ class Lane:
         self._passed_by_age.clear()
 
     def best(self, step: int) -> Request | None:
-        """The oldest request of the family with the most cached blocks, of families not passed over in this step."""
+        """Of the families not passed over in this step, the oldest request of that with the most cached blocks."""
         while self._by_match:
             _, _, version, family = self._by_match[0]
             if version == family.version:
@@ -329,7 +329,7 @@ class Lane:
     # ------------------------------------------------------------------- bound
 
     def start(self, request: Request, seconds: float) -> None:
-        """Note that a request starts, and takes this time from the requests that came before it."""
+        """Record that a request starts, and takes `seconds` from the requests that came before it."""
         self.waiting.remove(request)
         while self._arrivals and self._arrivals[0][1] not in self.waiting:
             heapq.heappop(self._arrivals)
@@ -342,7 +342,7 @@ class Lane:
             bisect.insort(self._overtook, (request.service_key, seconds))
             self._taken_s += seconds
         if not self._overtook:
-            self._taken_s = 0.0  # no error of rounding adds up
+            self._taken_s = 0.0  # so that errors of rounding do not add up
 
     def seconds_taken_from(self, request: Request) -> float:
         """The seconds that later requests took from a waiting request since it came."""
@@ -354,7 +354,7 @@ class PrefixQueue:
     """Serves the longest cached prefix first: see this module's docstring."""
 
     def __init__(self, ledger: GroupLedger, pace: Pace, *, max_overtake_s: float, quantum: int) -> None:
-        """`quantum`: tokens that a tenant gets when its turn comes."""
+        """`quantum`: the tokens that a tenant may compute when its turn comes."""
         self._ledger, self._pace, self._max_overtake_s, self._quantum = ledger, pace, max_overtake_s, quantum
         self.clear()
 
@@ -466,7 +466,7 @@ class Mean:
         self._sum = self._weight = 0.0
 
     def note(self, total: float, count: float) -> None:
-        """Note `count` values that add up to `total`."""
+        """Record `count` values that add up to `total`."""
         self._sum, self._weight = KEPT * self._sum + total, KEPT * self._weight + count
 
     @property
@@ -490,11 +490,11 @@ class Pace:
         self._prompt_token_s, self._answer_token_s, self._answer_tokens = Mean(), Mean(), Mean()
 
     def begin_step(self) -> None:
-        """Note that a step is planned while no other step is computed."""
+        """Record that a step is planned while no other step is being computed."""
         self._began = self._clock()
 
     def note_step(self, entries: Entries) -> None:
-        """Note that the first of the planned steps was computed."""
+        """Record that the oldest planned step was computed."""
         now = self._clock()
         seconds, self._began = now - self._began, now
         num_tokens = int((entries.ends - entries.starts).sum())
@@ -502,14 +502,14 @@ class Pace:
         mean.note(seconds, num_tokens)
 
     def note_answer(self, num_tokens: int) -> None:
-        """Note that an answer has ended after this number of tokens."""
+        """Record that an answer has ended after `num_tokens` tokens."""
         self._answer_tokens.note(num_tokens, 1)
 
     def seconds(self, request: Request, num_tokens: int) -> float:
-        """Estimate the seconds of a request that computes `num_tokens` tokens before its first new token.
+        """Estimate the seconds that a request takes if it computes `num_tokens` tokens before its first new token.
 
-        The answer is expected to be as long as earlier answers, or as long as allowed if no answer has ended. Infinite
-        before the first step that computed prompts.
+        The answer is expected to be as long as earlier answers, or as long as allowed if no answer has ended. Returns
+        infinity before the first step that computed prompts.
         """
         prompt_token_s = self._prompt_token_s.value
         if prompt_token_s is None:
@@ -520,9 +520,9 @@ class Pace:
 
 
 def make_queue(manager: KVCacheManager, config: SchedulerConfig, pace: Pace) -> WaitingQueue:
-    """An empty queue. Raises ConfigError if the policy needs to know what is cached, and the cache keeps no ledger."""
+    """Make an empty queue. Raises ConfigError if the policy needs a cache ledger, and the cache has none."""
     if config.scheduling_policy == "fcfs":
-        return TurnQueue(config.max_num_batched_tokens, lambda _: None)  # as if all requests were of one tenant
+        return TurnQueue(config.max_num_batched_tokens, lambda _: None)  # as if all requests had one tenant
     if config.scheduling_policy == "priority":
         return TurnQueue(config.max_num_batched_tokens)
     if manager.ledger is None:

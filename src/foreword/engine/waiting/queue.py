@@ -19,26 +19,26 @@ _ORDER = attrgetter("service_key")
 class Turns:
     """Deficit round robin (Shreedhar and Varghese, 1995), in computed tokens.
 
-    A tenant is served while it has credit, and gets `quantum` tokens of credit whenever its turn comes and it has
-    none. A request may overdraw the credit; its tenant then sits out the turns that pay for it. Between two tenants
-    that always wait, the tokens served differ by at most a quantum and the largest request of each, whatever others
-    send.
+    A tenant is served while it has credit. It gets `quantum` tokens of credit whenever its turn comes and it has none.
+    A request may overdraw the credit. Then its tenant is not served until its turns have paid the debt. The tokens
+    served to two tenants that always have waiting requests differ by at most a quantum and the largest request of each,
+    whatever other tenants send.
     """
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
         self._ring: deque[Tenant] = deque()
         self._credit: dict[Tenant, int] = {}
-        """Credit in tokens, of tenants that wait. Debts of other tenants stay here until nobody waits."""
+        """Tenant that waits -> its credit in tokens. Debts of other tenants stay here until no tenant waits."""
 
     def join(self, tenant: Tenant) -> None:
-        """Note that a tenant has requests that wait. Changes nothing if it had waiting requests before."""
+        """Record that a tenant has waiting requests. Changes nothing if it had some before."""
         if tenant not in self._ring:
             self._ring.append(tenant)
             self._credit.setdefault(tenant, 0)
 
     def leave(self, tenant: Tenant) -> None:
-        """Note that a tenant has no request that waits. It keeps its debt, and loses its credit."""
+        """Record that a tenant has no waiting request. The tenant keeps its debt, and loses its credit."""
         self._ring.remove(tenant)
         if self._credit[tenant] >= 0:
             del self._credit[tenant]
@@ -46,7 +46,7 @@ class Turns:
             self._credit.clear()
 
     def charge(self, tenant: Tenant, num_tokens: int) -> None:
-        """Charge a tenant for tokens that were computed or will be. Free while nobody waits."""
+        """Charge a tenant for tokens that were computed or will be. Nothing is charged while no tenant waits."""
         if self._ring:
             self._credit[tenant] = self._credit.get(tenant, 0) - num_tokens
 
@@ -61,7 +61,7 @@ class Turns:
             self._ring.rotate(-1)
 
     def check_integrity(self, tenants: Collection[Tenant]) -> None:
-        """Raise AssertionError if other tenants than these have turns."""
+        """Raise AssertionError if the tenants that have turns are not `tenants`."""
         assert sorted(map(str, self._ring)) == sorted(map(str, tenants)), "turns and waiting tenants differ"
         assert all(self._credit[tenant] <= self._quantum for tenant in self._ring), "a tenant saved credit"
 
@@ -79,7 +79,7 @@ class WaitingQueue(Protocol):
         """Forget a waiting request that runs now, and computes `num_tokens` tokens before its first new token."""
 
     def candidates(self) -> Iterator[Request]:
-        """Yield the requests to try in this step; each is chosen only when it is asked for.
+        """Yield the requests to try in this step. Each is chosen only when the caller asks for it.
 
         A request that still waits when the next request is asked for cannot run in this step, and is passed over.
         """
@@ -88,10 +88,10 @@ class WaitingQueue(Protocol):
         """Requests that the next step is likely to try first, at most `limit`. Changes nothing."""
 
     def may_pass(self, request: Request) -> bool:
-        """Whether others may be tried after a candidate for which there are no blocks."""
+        """Whether other requests may be tried after `request`, a candidate for which there are too few blocks."""
 
     def note_end(self, request: Request) -> None:
-        """Note that a request that ran has ended."""
+        """Record that a running request has ended."""
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -105,20 +105,20 @@ class WaitingQueue(Protocol):
 
 
 class TurnQueue:
-    """Serves tenants by turns; within a tenant, the lowest service key first: rank, then arrival.
+    """Serves tenants in turn, and the requests of a tenant by service key: by rank, then by arrival.
 
     A request that does not fit holds up all later requests. A priority orders the requests of one tenant, and takes
     nothing from another tenant.
     """
 
     def __init__(self, quantum: int, tenant_of: Callable[[Request], Tenant] = attrgetter("tenant")) -> None:
-        """`quantum`: tokens that a tenant gets when its turn comes."""
+        """`quantum`: the tokens that a tenant may compute when its turn comes."""
         self._quantum, self._tenant_of = quantum, tenant_of
         self.clear()
 
     def clear(self) -> None:
         self._requests: dict[Tenant, list[Request]] = {}
-        """By tenant, in service order."""
+        """Tenant -> its waiting requests in service order."""
         self._turns = Turns(self._quantum)
 
     def add(self, request: Request) -> None:
