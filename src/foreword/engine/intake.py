@@ -278,7 +278,7 @@ class Intake:
         if num_signs != num_rows:
             raise InvalidRequestError(
                 f"the prompt has {num_signs} tokens that stand for pictures, but its pictures fill {num_rows}; send "
-                "a picture for each sign"
+                "the pictures of these tokens"
             )
 
     def _check_reports(self, params: SamplingParams, length: int) -> None:
