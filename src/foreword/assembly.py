@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 let_threads_rest()
 
 MOST_OTHERS = 4
-"""Limit of the other identities whose blocks an explanation looks for. Each adds 0.2 ms to a miss."""
+"""The most other identities whose blocks an explanation looks for. Each identity adds 0.2 ms to a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Assembled:
     publisher: Publisher | None
     """Publishes the cache's events; None if the options ask for no events."""
     inexactness: str | None
-    """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
+    """Why results are not bit-exact on this machine; None if they are, or if the check is off."""
     explain_attention: Callable[[], str]
     default_sampling: SamplingParams
     """Default sampling parameters of requests."""
@@ -120,9 +120,10 @@ class Assembled:
 
 
 def _begin_with_kept_times(engine: Engine, identity: CacheIdentity) -> Callable[[], None]:
-    """Give the engine the durations of this model's steps that the last process kept; return what keeps the new ones.
+    """Give the engine the step durations that the last process kept for this model.
 
-    They are in the user's folder. An engine that times no steps keeps none.
+    Returns a function that keeps the new durations, in a file in the user's cache folder. An engine that times no steps
+    keeps no durations.
     """
     from foreword.model.identity import name_of_speed
 
@@ -159,7 +160,7 @@ def assemble(config: EngineConfig) -> Assembled:
             log.enter("reading the weights; the first start on a machine also compiles kernels")
             model = load(files)
         adapters = model.adapters(config.model)
-        from foreword.model.self_check import ShortPrompt, find_inexactness  # imports torch, so not for a missing model
+        from foreword.model.self_check import ShortPrompt, find_inexactness  # imports torch, slowly
 
         if config.model.self_check:
             log.enter("checking that answers have the same bits with and without the cache")
@@ -287,7 +288,7 @@ def open_tiers(config: EngineConfig) -> list[Tier]:
             "memory already: raise kv_cache_memory_bytes"
         )
     names = (name for name in ("cache_host_bytes", "cache_dir", "cache_store") if getattr(options, name) is not None)
-    name = next(names, None)  # without its value, which may hold a password
+    name = next(names, None)  # errors leave out the value, which may hold a password
     if name is None:
         return []
     if not cache.enable_prefix_caching:
@@ -326,7 +327,7 @@ def _open_publisher(options: EventsConfig) -> Publisher | None:
 
 
 def _other_identities(config: EngineConfig, ours: CacheIdentity, tiers: Sequence[Tier]) -> list[OtherIdentity]:
-    """Return other identities whose blocks the cache's folder held at the start; the same model's come first."""
+    """Return other identities whose blocks were in the cache's folder at the start, those of the same model first."""
     others = []
     for tier in tiers:
         for facts in tier.described().values() if isinstance(tier, DiskTier) else ():
@@ -358,7 +359,7 @@ def _path(name: str | None) -> Path | None:
 def _check_whole(options: SchedulerConfig, most_whole: int) -> None:
     """Raise ConfigError unless a step has room for `most_whole` tokens and one token of each other request.
 
-    `most_whole` is the largest number of tokens of a picture that see each other; 0: the model has no such pictures.
+    `most_whole` is the largest number of tokens of one picture that see each other; 0: no picture has such tokens.
     """
     needed = most_whole + options.max_num_seqs - 1
     if most_whole and needed > options.max_num_batched_tokens:
@@ -470,7 +471,7 @@ def build_engine(
 
 
 def text_tools(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> TextTools:
-    """Return the engine's functions of a tokenizer. Texts never contain end tokens, even if these mark a call."""
+    """Return a tokenizer's functions for the engine. Texts never contain end tokens, even if one marks a call."""
 
     def open_text_stream(params: SamplingParams, after: Sequence[int]) -> TextStream:
         return tokenizer.stream(
@@ -496,7 +497,7 @@ def make_runner(model: LoadedModel, storage: KVStorage, limits: RunnerLimits) ->
 
 
 def load_grammars(tokenizer: Tokenizer | None, limits: ModelLimits) -> Grammars:
-    """Make the maker of constraints.
+    """Return the object that makes constraints of answers.
 
     Raises InvalidRequestError without llguidance, or if the model has no fast tokenizer with an end token.
     """
@@ -532,7 +533,7 @@ def _sink_tokens(config: EngineConfig, vocab_size: int) -> npt.NDArray[np.int32]
 def make_manager(
     config: EngineConfig, layout: CacheLayout, num_blocks: int, publisher: Publisher | None
 ) -> KVCacheManager:
-    """Make the manager for these layers. One full group may have any index; other layouts always use hash keys."""
+    """Make the cache's manager. A layout of one full-attention group may have any index; others use hash keys."""
     cache = config.cache
     events = EventLog() if cache.cache_events else None
     if publisher is not None:

@@ -8,7 +8,7 @@ All requests of a step are laid end to end:
     query_starts 0              5      6             10
 
 A batch may be planned while the batch before it is still computed. In place of tokens that the earlier batch will
-sample, it has 0:
+sample, the new batch has 0:
 
     before       samples      3      7      -
     token_ids    0      0     4 4 4 4       expected (0, 0), (1, 1)
@@ -49,7 +49,7 @@ PROGRESS = np.dtype(
         ("num_computed", np.int64),  # leading tokens whose KV is in this request's blocks
         ("num_shared", np.int64),  # leading tokens whose KV was in hit blocks at admission; never written
         ("last_token", np.int64),  # the sequence's last token; 0 if it is expected
-        ("source", np.int64),  # entry of the step before that samples the expected token; -1: no token is expected
+        ("source", np.int64),  # entry of the previous step that samples the expected token; -1: no token is expected
         ("is_new", np.bool_),  # has no token since it was admitted
     ],
     align=True,
@@ -205,7 +205,7 @@ class Batch:
     """[num_tokens]: the end of the positions that each token sees (exclusive), ascending within a request. None: every
     token sees the positions up to its own."""
     expected: IntArray = field(default_factory=lambda: NONE_EXPECTED)
-    """[expected, 2]: a token's number in this batch, ascending, and the entry of the batch before that samples it."""
+    """[expected, 2]: a token's number in this batch, ascending, and the entry of the previous batch that samples it."""
 
     @classmethod
     def bare(
@@ -270,7 +270,7 @@ class BatchResult:
 def build_batch(
     entries: Entries, group_tables: Sequence[IntArray], copies: IntArray, moves: tuple[Move, ...] = ()
 ) -> Batch:
-    """Lay the entries end to end. Each group's table, [entries, longest], has the same order."""
+    """Lay the entries end to end. The rows of each group's table, [entries, longest], are in the entries' order."""
     starts = entries.starts.astype(np.int32)
     lengths = entries.ends.astype(np.int32) - starts
     query_starts = np.zeros(len(entries) + 1, np.int32)
@@ -308,7 +308,7 @@ def _token_ids(entries: Entries, lengths: IntArray, query_starts: IntArray) -> I
 
 
 def _rotary(entries: Entries, positions: IntArray, query_starts: IntArray) -> IntArray | None:
-    """Return the rotary positions, [tokens] or [3, tokens]; None if they are the positions for all requests."""
+    """Return the rotary positions, [tokens] or [3, tokens]; None if they equal `positions` for all requests."""
     numbers = entries.facts["has_gaps"].nonzero()[0]
     if not len(numbers):
         return None

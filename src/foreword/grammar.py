@@ -49,7 +49,7 @@ _BROKEN: dict[str, tuple[str, ...]] = {
     "repetition operator missing expression": ("{", "(?"),
     "invalid repetition count range": (),
 }
-"""For each fault, in llguidance's words: texts that make such a pattern right in some dialect."""
+"""Fault, in llguidance's words -> texts with which a pattern with this fault is valid in some dialect."""
 
 
 def with_deep_stack(work: Callable[[], T]) -> T:
@@ -138,7 +138,7 @@ class Grammars:
 
     @staticmethod
     def is_broken(pattern: str) -> bool:
-        """Whether no dialect has this regular expression, such as `(`. False: valid, or not supported by grammars."""
+        """Whether a regular expression is invalid in every dialect, as `(` is. False: it is valid, or not supported."""
         complaint: str = llguidance.LLMatcher.validate_grammar(llguidance.grammar_from("regex", pattern))
         return any(
             f"error: {name}" in complaint and not any(text in pattern for text in elsewhere)

@@ -39,7 +39,7 @@ MAX_URL = 4096
 MAX_PIXELS = 2**25
 """Most pixels of one picture: a file of a few kilobytes may hold billions."""
 MAX_RATIO = 100
-"""Most times that the longer side may have the length of the shorter side."""
+"""The longer side may be at most this number of times as long as the shorter side."""
 MAX_SCANS = 64
 """Most scans of a JPEG. A scan may have few bytes, but it costs time for all pixels. Usual files have about ten."""
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
@@ -47,7 +47,7 @@ _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 MAX_SEGMENTS = 10_000
 """Most segments of a JPEG. Cameras and programs write about a hundred at most."""
 _TURNS: Mapping[int, Any] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
-"""EXIF's orientation -> `PIL.Image.Transpose`, which is not imported yet."""
+"""EXIF's orientation -> the number of a `PIL.Image.Transpose`, because Pillow is imported later."""
 _ON_ITS_SIDE = range(5, 9)
 """Orientations that swap height and width."""
 Pixels = npt.NDArray[np.uint8]
@@ -62,7 +62,7 @@ class PictureFile:
 
     data: Any = field(repr=False)
     url: str | None = None
-    """The address from which to fetch the bytes; `data` is None until then. None: there is nothing to fetch."""
+    """The address from which to fetch the bytes; `data` is None until they are fetched. None: nothing to fetch."""
 
     def fill(self, data: bytes) -> None:
         """Set the fetched bytes, once. All holders of this object see them."""
@@ -78,7 +78,7 @@ class PictureFile:
 
 
 class _FewReads(io.BytesIO):
-    """A file that allows only as many reads as its size explains: Pillow loops over small pieces in slow Python."""
+    """A file that limits the number of reads by its size, because Pillow loops over small pieces in slow Python."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -94,7 +94,7 @@ class _FewReads(io.BytesIO):
 def file_of_url(url: object) -> PictureFile:
     """Read the picture in a data URL.
 
-    An http address is only noted: the picture must be fetched from there later. Raises InvalidRequestError.
+    An http address is only stored: the picture must be fetched from there later. Raises InvalidRequestError.
     """
     if not isinstance(url, str):
         raise InvalidRequestError(f"the URL of a picture is a {type(url).__name__}, not a text")
@@ -186,7 +186,7 @@ def _opened(file: PictureFile) -> Image:
         )
     try:
         image = Image.open(_FewReads(file.data), formats=FORMATS)
-        is_animated = bool(getattr(image, "is_animated", False)) and image.format != "MPO"  # a JPEG with previews
+        is_animated = bool(getattr(image, "is_animated", False)) and image.format != "MPO"  # MPO: a JPEG with previews
     except InvalidRequestError:
         raise
     except Image.DecompressionBombError as error:
@@ -200,7 +200,7 @@ def _opened(file: PictureFile) -> Image:
 
 
 def _num_scans(data: bytes) -> int:
-    """The number of scans of a JPEG, up to its end marker: phones put a film after that."""
+    """The number of scans of a JPEG, up to its end marker: phones may store a video after the marker."""
     place = num_scans = 0
     for _ in range(MAX_SEGMENTS):
         marker = _MARKER.search(data, place)
@@ -219,7 +219,7 @@ def _in_pieces() -> InvalidRequestError:
 
 def _orientation(file: PictureFile, image: Image) -> int:
     """The orientation in the EXIF data before the pixels; 1 without such data."""
-    if not isinstance(file.data, bytes) or "exif" not in image.info:  # to look after the pixels, a PNG is decoded
+    if not isinstance(file.data, bytes) or "exif" not in image.info:  # a PNG's EXIF after the pixels is ignored
         return 1
     try:
         return int(image.getexif().get(0x0112, 1))
@@ -299,7 +299,7 @@ class Pictures:
         self._vision, self._encode = vision, encode
         self._max_pictures, self._max_tokens = max_pictures, max_tokens
         self._digests: OrderedDict[tuple[str, bytes], tuple[str, tuple[int, int]]] = OrderedDict()
-        """For the owner and the digest of a file: the digest of its picture, and the picture's height and width."""
+        """(Owner, digest of a file) -> (digest of the file's picture, (height, width) of the picture)."""
         self._lock = threading.Lock()
         self.held = HeldBytes()
         """The bytes of the files that requests hold."""
@@ -385,7 +385,7 @@ class Pictures:
         return digest.hexdigest()
 
     def _note(self, name: tuple[str, bytes], digest: str, size: tuple[int, int]) -> None:
-        """Remember the digest and size of a file's picture, by its owner and the digest of its bytes."""
+        """Remember the digest and size of a file's picture, by the file's owner and the digest of the file's bytes."""
         with self._lock:
             self._digests[name] = digest, size
             self._digests.move_to_end(name)
@@ -401,7 +401,7 @@ class Pictures:
 
 
 def taken_apart(messages: Sequence[Any]) -> list[Any]:
-    """Put marks in place of the pictures in messages. Messages without pictures stay the same objects."""
+    """Replace the pictures in messages by marks. Messages without pictures stay the same objects."""
     return [_taken_apart(message) for message in messages]
 
 

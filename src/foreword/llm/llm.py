@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from foreword.grammar import Grammars
 
 Message = Mapping[str, Any]
-"""{"role": ..., "content": ...}; a content is a text, or a list of {"type": "text", "text": ...} and pictures, such as
+"""{"role": ..., "content": ...}. A content is a text, or a list of {"type": "text", "text": ...} and pictures, such as
 {"type": "image", "image": "photo.jpg"}."""
 
 
@@ -78,7 +78,7 @@ class LLM:
         """The encoder and the reader of pictures; None for models that take no pictures."""
         lacks = "takes pictures, but Pillow is missing (pip install foreword[vision], and start again)"
         self.picture_refusal = lacks if parts.lacks_pillow else "takes no images"
-        """The words of errors for a model without `pictures`."""
+        """What errors say about a model without `pictures`."""
         self.lacks_pillow = parts.lacks_pillow
         """Whether the model would take pictures if Pillow were installed."""
         self._prompts = Prompts(
@@ -92,7 +92,7 @@ class LLM:
         self.embeds = parts.embeds
         """The reader of prompt embeddings; None without `enable_prompt_embeds`."""
         self.inexactness = parts.inexactness
-        """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
+        """Why results are not bit-exact on this machine; None if they are, or if the check is off."""
         self.cache_identity = parts.identity
         """Digests of the model and of the arithmetic that compute the cached KV. They are part of all block keys."""
         self.layout = parts.layout
@@ -152,10 +152,10 @@ class LLM:
         priority for each prompt. One SamplingParams serves all prompts; a list has one for each prompt. Raises
         InvalidRequestError, and runs nothing, if a prompt is invalid. With `show_progress=None` a progress bar appears
         if there are several prompts and standard error is a terminal; `use_tqdm` is vLLM's name for this option. `link`
-        names the method by which documents, or modules of a schema, are reused at any position: approximate, and only
-        with `allow_links=True`. A prompt's "edited_from" is the text or token ids of the earlier prompt from which it
-        was made. `lora_request` is the adapter of all prompts, or a list with an adapter or None for each prompt; it
-        needs `enable_lora=True`.
+        names the method by which documents, or modules of a schema, are reused at any position. Such answers are
+        approximate, and need `allow_links=True`. A prompt's "edited_from" is the text or token ids of the earlier
+        prompt from which it was made. `lora_request` is the adapter of all prompts, or a list with an adapter or None
+        for each prompt; it needs `enable_lora=True`.
         """
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
         progress = show_progress if use_tqdm is None else bool(use_tqdm)
@@ -185,7 +185,7 @@ class LLM:
         """Answer one conversation (a list of {"role", "content"}) or several, and return the outputs in the same order.
 
         `tools` are functions in OpenAI's form that the prompt describes. `outputs[0].reply` has content, reasoning and
-        calls; `text` has their markers too. After `thinking_budget` tokens of thinking the model must answer.
+        calls; `text` also has their markers. After `thinking_budget` tokens of thinking the model must answer.
         `chat_template_kwargs` are further inputs of the chat template, such as {"enable_thinking": False};
         `chat_template` replaces the tokenizer's template. With `add_generation_prompt=False` the prompt ends after the
         last message. With `continue_final_message=True` it ends inside the last message, and the answer continues it.
@@ -221,10 +221,10 @@ class LLM:
         dimensions: int | None = None,
         show_progress: bool | None = None,
     ) -> list[npt.NDArray[np.float32]]:
-        """Return the embeddings of texts, [dimensions] each: hidden states of last tokens, as the model's files say.
+        """Return the embeddings of texts, each [dimensions]: hidden states of texts' last tokens.
 
         `dimensions` keeps the first dimensions, for models that were trained for that. Raises InvalidRequestError for
-        models that give no such embeddings, for example because they pool otherwise.
+        models without such embeddings, for example models that pool hidden states of other tokens.
         """
         self.pooling.check(dimensions, self.engine.limits.hidden_size)
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
@@ -299,24 +299,25 @@ class LLM:
         *,
         methods: Sequence[str] = METHODS,
     ) -> list[LinkedAnswer]:
-        """Answer one prompt of documents or modules by several methods, and by `all`, exact if positions have no gaps.
+        """Answer one prompt of documents or modules by several methods, and by the method `all`.
 
-        Each method finds the sources cached and nothing else of the prompt, so that times can be compared. A time
-        begins with the text and includes the choice of the linked tokens, but not the computation of the sources.
-        Without `sampling_params` answers are greedy and have at most 64 tokens. Raises InvalidRequestError for unknown
-        methods, a prompt without parts, or a model without `allow_links`.
+        The answer of `all` is exact if positions have no gaps. Each method finds the sources cached and nothing else of
+        the prompt, so that times can be compared. A time starts when the text is read. It includes the choice of the
+        linked tokens, but not the computation of the sources. Without `sampling_params` answers are greedy and have at
+        most 64 tokens. Raises InvalidRequestError for unknown methods, a prompt without parts, or a model without
+        `allow_links`.
         """
         params = self._constrained(sampling_params or SamplingParams(max_tokens=64, temperature=0.0))
         params = replace(params, seed=0) if params.seed is None else params
 
         def answer(method: Method) -> tuple[RequestOutput, float]:
-            keys = ExtraKeys(salt=secrets.token_hex(16))  # a namespace of its own
+            keys = ExtraKeys(salt=secrets.token_hex(16))  # so no method finds what another has cached
             linked, composition = self._prompts.read_parts(prompt, method)
             self.engine.check("compare", linked, params)  # before its sources are computed
             for source in composition.sources:
                 self._compute(Prompt(np.array(source.token_ids, np.int32), extra_keys=keys))
             started = time.monotonic()
-            linked, _ = self._prompts.read_parts(prompt, method)  # a method may choose for long
+            linked, _ = self._prompts.read_parts(prompt, method)  # read again: the choice of tokens may take long
             [output] = self._run([replace(linked, extra_keys=keys)], params, show_progress=False)
             first = output.metrics.first_token_time
             return output, 1e3 * ((first or time.monotonic()) - started)
@@ -326,7 +327,8 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters for calls without `sampling_params`, from the checkpoint's generation_config.json.
 
-        The option `generation_config` names another file, or none. The defaults do not change given SamplingParams.
+        The option `generation_config` names another file, or none. SamplingParams that a caller gives do not take these
+        defaults.
         """
         return self._default_sampling
 
@@ -339,7 +341,7 @@ class LLM:
         output = engine.add_request(self._next_id(), prompt, self._constrained(params or self._default_sampling))
         last = (0, False)
         try:
-            # Other code may step the engine between two of our turns, so compare with what was yielded last.
+            # Other code may step the engine while this generator is suspended, so compare with what was yielded last.
             while not last[1]:
                 progress = (sum(len(completion.token_ids) for completion in output.outputs), output.finished)
                 if progress != last:
@@ -366,7 +368,7 @@ class LLM:
 
     @property
     def grammars(self) -> Grammars:
-        """The maker of constraints for this model's tokenizer. Raises InvalidRequestError if it cannot have any."""
+        """Makes constraints of answers. Raises InvalidRequestError if the model cannot have constraints."""
         if self._grammars is None:
             self._grammars = load_grammars(self.tokenizer, self.engine.limits)
         return self._grammars
@@ -471,9 +473,10 @@ class LLM:
         return CacheReport.of(engine.snapshot(), hit_granularity=granularity, state_interval=engine.state_interval)
 
     def close_session(self, session_id: str) -> int | None:
-        """Let blocks that only prompts with this `session_id` left be evicted first. Until then they can be found.
+        """End a session: blocks that only prompts with this `session_id` left are evicted before all others.
 
-        Returns the number of such blocks in memory; None if the session is unknown.
+        Until their eviction, prompts find these blocks. Returns the number of such blocks in memory; None if the
+        session is unknown.
         """
         return self.engine.close_session(None, session_id)
 
@@ -538,9 +541,9 @@ class LLM:
         """Write a prompt's cached blocks to a file for another cache of this model. Missing blocks are computed first.
 
         The file has whole blocks only, and neither text nor token ids. `with_text` adds the token ids and the salt, so
-        that an LLM without `cache_dir` can import the file. Even without them, somebody who has the model may learn the
-        text from the KV. Raises InvalidRequestError for an impossible prompt, ConfigError for a path that cannot be
-        written.
+        that an LLM without `cache_dir` can import the file. Even without token ids, somebody who has the model may
+        learn the text from the KV. Raises InvalidRequestError for an impossible prompt, ConfigError for a path that
+        cannot be written.
         """
         check_shareable(self.config.cache)
         target, checked = Path(path).expanduser(), self._prompt(prompt, lora_request=lora_request)
@@ -555,11 +558,11 @@ class LLM:
         return self.engine.export_prefix(checked, target, facts, with_text=with_text, overwrite=overwrite)
 
     def import_prefixes(self, path: str | Path) -> ImportReport:
-        """Take the blocks of a file that `export_prefix` wrote, if it is sound and of this model and arithmetic.
+        """Take the blocks of a file that `export_prefix` wrote, if it is undamaged and of this model and arithmetic.
 
         With `cache_dir` or `cache_store` the blocks go there, and the next request loads them. Otherwise they go into
         memory, and then the file must have token ids (`with_text`). A refused file changes nothing, and
-        `rejected` says why. Raises ConfigError for a path that cannot be read, or if the blocks can go nowhere.
+        `rejected` says why. Raises ConfigError for a path that cannot be read, or if there is no place for the blocks.
         """
         check_shareable(self.config.cache)
         return self.engine.import_prefixes(Path(path), self.cache_identity, self.config.model.model)
@@ -575,12 +578,13 @@ class LLM:
     def close(self) -> None:
         """Abort the running requests and free the memory; may be called twice. Afterwards nothing else works.
 
-        With tiers, it first stores blocks that are not stored yet, for at most 5 seconds. So does the program's exit.
+        With tiers, it first stores blocks that are not stored yet, for at most 5 seconds. The program's exit does the
+        same.
         """
         self._close_engine()
         self._engine = self._deviations = self.adapters = None
         self._prompts = Prompts(self.config.model.model, self.tokenizer)
-        gc.collect()  # engine and runner refer to each other: without it, a GPU's memory stays taken
+        gc.collect()  # engine and runner refer to each other: without this call, a GPU's memory stays taken
 
     def __enter__(self) -> LLM:
         return self
@@ -609,7 +613,7 @@ class Chat:
         self._turn, self._limits, self._tools, self._budget = turn, limits, tools, thinking_budget
         self._readers: dict[int, ReplyReader | None] = {}
         self._num_read: dict[int, int] = {}
-        """The number of characters that the reader has, by the answer's index."""
+        """Index of an answer -> the number of its characters that were given to its reader."""
 
     def limited(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with a limit of the thinking. Raises InvalidRequestError for an impossible budget."""

@@ -41,7 +41,8 @@ class Prompts:
         embeds: EmbedsReader | None = None,
         refusal: str = "takes no images",
     ) -> None:
-        """`model`: its name, for errors. `deviations` serves methods that choose by it; None if nothing may be linked.
+        """`model`: its name, for errors. `deviations` serves methods that choose by deviation; None: nothing may be
+        linked.
 
         `pictures` reads pictures; None: the model takes no pictures, and errors say the `refusal`. `embeds` reads
         prompt embeddings; None: the option is off.

@@ -1,1 +1,1 @@
-"""The model room: loading, attention over paged KV, sampling. Beside it, only `kernels/` imports torch."""
+"""The model package: loading, attention over paged KV, sampling. Besides it, only `kernels/` imports torch."""

@@ -8,7 +8,7 @@ deviate most there:
 
 Both pairs come from passes of a model's first layers, not from the cache. So they depend on tokens and positions
 alone. A pass has KV memory of its own and the reference's attention, so it runs beside the engine's steps. This is a
-reference path: each prompt costs a pass of (c + 1) / L of its prefill, with c = 1 of L layers.
+reference path: for a model of L layers, the pass costs 2 / L of the prompt's prefill.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class LinkDeviations:
     def measure(self, token_ids: IntArray, links: Links, salt: str | None = None) -> FloatArray:
         """The squared deviation of each linked token of a prompt, [tokens]; 0 for tokens in no run.
 
-        `salt`: the tenant's. Sources are kept apart for each salt, so that nobody learns from a time what others link.
-        Raises InvalidRequestError for a prompt that the model cannot compute.
+        `salt`: the tenant's salt. Each salt has its own kept sources, so that nobody learns from a time what others
+        link. Raises InvalidRequestError for a prompt that the model cannot compute.
         """
         if self._beginning is None:
             raise InvalidRequestError(
@@ -147,7 +147,7 @@ class LinkDeviations:
         return keys[shift:], values[shift:]
 
     def _linked(self, beginning: Beginning, run: LinkedRun, shift: int, salt: str | None) -> KeysValues:
-        """The keys and values of a run as a link copies them: keys are turned, and rounded once."""
+        """The keys and values of a run as a link copies them: keys are rotated, and rounded once."""
         key = salt, run.source.tobytes()
         source = self._sources.get(key)
         if source is None:

@@ -28,10 +28,10 @@ from foreword.model.loader import LoadedModel
 ARITHMETIC_VERSION = 1
 """Raise it when a change gives KV other bits. tests/model/test_golden_bits.py fails until then."""
 LAYOUT_VERSION = 1
-"""Raise it when a block's bytes mean something else though `CacheLayout` says the same."""
+"""Raise it when the meaning of a block's bytes changes and `CacheLayout` stays equal."""
 MANY_THREADS = 3
 """From this number of threads on, torch may divide float32 activations and single products differently
-(docs/decisions/0002). Smaller numbers change no bit. No number does where torch computes no layer."""
+(docs/decisions/0002). Smaller numbers change no bit. If torch computes no layer, no number changes a bit."""
 _LIBRARIES = ("torch", "transformers", "numba", "llvmlite")
 _ARITHMETIC = ("amx", "avx", "f16c", "fma", "neon", "sse", "sve")
 """Beginnings of the names of processor features that compute numbers."""

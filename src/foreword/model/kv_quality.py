@@ -41,7 +41,7 @@ class Quality:
 
 
 class FormatPool:
-    """A model with one format of KV, and a pool of its own."""
+    """A model with one format of KV, and its own pool."""
 
     def __init__(self, model: LoadedModel, num_tokens: int) -> None:
         """`num_tokens`: the number of tokens of all requests together."""
@@ -81,7 +81,7 @@ def both_formats(model: LoadedModel, num_tokens: int) -> dict[str, FormatPool]:
 
 
 def tokens_a_gigabyte(model: LoadedModel) -> dict[str, int]:
-    """Tokens whose KV takes a gigabyte in either format, as if all layers attended to everything.
+    """Tokens whose KV takes a gigabyte in either format, as if all layers attended to all positions.
 
     Raises ConfigError for a model without attention.
     """

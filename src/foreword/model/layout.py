@@ -37,12 +37,13 @@ from foreword.errors import ConfigError
 from foreword.kernels.kv_format import KVFormat
 
 MAX_PADDING = 1 / 8
-"""The largest share of slots that may stay empty so that there are fewer groups. The slots of full attention alone keep
-this limit too, because full attention has the most blocks."""
+"""The largest share of slots that may stay empty, so that fewer groups are needed. The limit also holds for the groups
+of full attention alone, because these groups have the most blocks."""
 MAX_STATE_GROUPS = 24
 """The most groups for recurrent states. More groups allow smaller blocks and finer hits, but cost time in each step."""
 MIN_STATE_TOKENS = 64
-"""The least number of tokens between places where a state can be saved. Prefill is cut there; short pieces are slow."""
+"""The least number of tokens between places where a state can be saved. Prefill is cut at these places, and short
+pieces are slow."""
 MIN_STATE_INTERVAL = 512
 """The smallest default of `state_interval`, in tokens."""
 
@@ -175,7 +176,7 @@ class CacheLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutOptions:
-    """The choices about a layout."""
+    """The options of `plan_layout`."""
 
     block_size: int = 16
     """Tokens per block of attention layers; blocks get more tokens if a recurrent state does not fit."""
@@ -187,7 +188,7 @@ class LayoutOptions:
     state_interval: int | None = None
     """Tokens between two saved recurrent states; None: states take about as much memory as KV."""
     max_tokens: int = 2**31
-    """The longest sequence; a window or chunk of at least this length is full attention."""
+    """Tokens of the longest sequence. A window or chunk of at least this length is full attention."""
     num_sink_tokens: int = 0
     """Shared positions before each request's own. They fill whole blocks, and need full attention in every layer."""
     keep_all: bool = False
@@ -268,7 +269,7 @@ def _spec(kind: Kind, block_size: int) -> GroupSpec:
 
 
 def _with_sinks(groups: list[GroupLayout], has_states: bool, options: LayoutOptions) -> GroupLayout:
-    """Return the group with blocks that all requests share. Raises ConfigError for other groups or partial blocks."""
+    """Return the only group with sinks. Raises ConfigError for several groups, or sinks that fill no whole blocks."""
     if has_states or len(groups) != 1 or not isinstance(groups[0].spec, FullAttentionSpec):
         raise ConfigError(
             f"sink_token_ids ({options.num_sink_tokens} tokens) need a model whose layers all see every position; "
@@ -295,7 +296,7 @@ def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:
 
 
 def _block_multiples(kinds: Mapping[Kind, list[int]]) -> dict[Kind, int]:
-    """The multiple of the block size in each kind's blocks: larger for smaller tokens, so that pages are equal."""
+    """For each kind, the factor of the block size in its blocks: larger if tokens take fewer bytes, for equal pages."""
     most_keys, most_values = max((k[0] for k in kinds), default=0), max((k[1] for k in kinds), default=0)
     multiples = {}
     for kind in kinds:

@@ -47,7 +47,7 @@ class LoadedModel:
     """A model ready to run, and the facts about it that the engine needs."""
 
     network: Decoder | FlatModel
-    """A written decoder, or a model of transformers."""
+    """foreword's own decoder, or a model of transformers."""
     device: torch.device
     config: Mapping[str, Any]
     """The facts that determine the results: a decoder's spec, or the fields of transformers' config."""
@@ -66,14 +66,14 @@ class LoadedModel:
     rotation: KeyRotation | None
     """The way to move cached keys to other positions; None: nobody asked for links."""
     exact: bool
-    """Whether a GPU computes in fixed shapes, so that a row's bits depend on no other row. On a CPU, bits never do."""
+    """Whether a GPU computes in fixed shapes, so that a row's bits depend on no other row. On a CPU, they never do."""
     pictures: EncodedPictures | None = None
     """The encoder of pictures; None if the model takes no pictures."""
     lacks_pillow: bool = False
     """Whether it would take pictures if Pillow were installed."""
 
     def forward(self, step: Step) -> Tensor:
-        """Write the step's KV; return logits [num_kept, vocab], or those of the step's `columns`."""
+        """Write the step's KV; return logits [num_kept, vocab], or only the logits of the step's `columns`."""
         if isinstance(self.network, Decoder):
             return self.network(step)
         logits = self.network.compute(step)
@@ -100,7 +100,7 @@ class LoadedModel:
 
     @property
     def code(self) -> dict[str, str]:
-        """The code that computes: a written family, or a class of transformers."""
+        """The code that computes the model: a family of foreword's decoder, or a class of transformers."""
         return {"family": self.network.spec.family} if isinstance(self.network, Decoder) else self.network.code
 
     @property
@@ -132,7 +132,7 @@ class LoadedModel:
         return self.rotation is not None
 
     def deviations(self, max_model_len: int, sink_token_ids: Sequence[int]) -> LinkDeviations | None:
-        """A meter of the deviation of linked tokens; None if nobody asked for links.
+        """Return what measures the deviation of linked tokens; None if nobody asked for links.
 
         `max_model_len`: tokens of the longest prompt and its answer; `sink_token_ids`: the tokens before every prompt.
         """
@@ -168,7 +168,7 @@ class LoadedModel:
         return EmbedsReader(self.dtype, self.hidden_size, max_rows, block_size)
 
     def activation_widths(self) -> list[int]:
-        """The last dimensions of the activations that pass through elementwise functions."""
+        """The widths (last dimensions) of the activations that pass through elementwise functions."""
         if isinstance(self.network, Decoder):
             return self.network.activation_widths
         heads = {n for layer in self.layers.values() for n in (layer.key_dim, layer.value_dim)}
@@ -176,7 +176,7 @@ class LoadedModel:
 
 
 def _read_written(options: ModelConfig) -> tuple[StoredModel, DecoderSpec]:
-    """Read a model of a written family. Raises UnreadableError or UnwrittenError if transformers must read it."""
+    """Read a model of a written family (`families.py`). Raises UnreadableError or UnwrittenError for other models."""
     stored = read_stored(options)
     spec = _spec_of(stored)
     check_shapes(spec, stored.weights)
@@ -186,8 +186,8 @@ def _read_written(options: ModelConfig) -> tuple[StoredModel, DecoderSpec]:
 def why_not_written(folder: Path, dtype: Dtype = "auto") -> str | None:
     """Return why a folder's model runs in transformers' modules on a CPU. Reads headers only.
 
-    None: the model runs as a written decoder, or nowhere. Raises ModelLoadError if weights are missing, as nobody can
-    say then.
+    None: the model runs in foreword's own decoder, or nowhere. Raises ModelLoadError if weights are missing, because
+    the reason is unknown then.
     """
     check_complete(folder)
     try:
@@ -274,7 +274,7 @@ def _load_with_transformers(options: ModelConfig, reason: Exception) -> LoadedMo
 
 
 def load_plain(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
-    """Probe a model that was read. Its layers run transformers' own code, as they do on a GPU."""
+    """Probe a model that transformers has read. Its layers run transformers' own code, as all layers do on a GPU."""
     from foreword.model.foreign.alibi import use_slopes
     from foreword.model.foreign.flat_model import FlatModel
     from foreword.model.foreign.probe import probe_layers
@@ -309,7 +309,7 @@ def _accelerated(model: LoadedModel) -> LoadedModel:
 
 
 def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
-    """Make a written decoder from a model that transformers has read. Raises UnwrittenError if no spec describes it."""
+    """Make a decoder from a model that transformers has read. Raises UnwrittenError if no spec describes the model."""
     module = checkpoint.module
     detached = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
     tensors = experts_apart(detached, checkpoint.config.model_type)
@@ -390,7 +390,7 @@ def _refuse_integers(options: ModelConfig, reason: str) -> NoReturn:
 def _kv_format_of(read: StoredModel | Checkpoint, options: ModelConfig, *, latent: bool = False) -> KVFormat:
     """The format of keys and values: the type that layers compute in, unless the options name another.
 
-    Raises ConfigError for codes of latent vectors.
+    Raises ConfigError if latent KV would be stored in int8.
     """
     if options.kv_cache_dtype != "int8":
         return KVFormat(read.dtype, latent)

@@ -1,4 +1,4 @@
-"""The memory that KV blocks may take. A GPU's is measured by running the largest possible step once.
+"""The memory that KV blocks may take. On a GPU it is measured by running the largest possible step once.
 
 total      |---------------------------- utilisation -----------------------------|-- left free --|
            |- others -|- weights -|- a step's activations -|- graphs -|--- pool ---|

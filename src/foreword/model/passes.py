@@ -5,11 +5,11 @@
 
 Each pass writes its KV before the next one attends, so the passes together see what the whole batch would see.
 
-A pass is padded (`RowPadding`) to a number of rows at which each row's bits do not depend on the others. Without
+A pass is padded (`RowPadding`) to a number of rows at which each row's bits do not depend on other rows. Without
 padding, bits depend on other rows in two places:
 
 - A plain float32 matrix product of fewer than 16 rows takes another path, and so does a plain bfloat16 product of a
-single long row. With packed weights, only a float32 product of a single row takes another path.
+  single long row. With packed weights, only a float32 product of a single row takes another path.
 - Elementwise functions (silu, gelu, sigmoid) compute the last few elements of each thread's share one by one, with
   a different exponential than in vectors. So each share must consist of whole vectors.
 

@@ -27,8 +27,8 @@ from foreword.model.vision.encoded import PictureRows
 from foreword.request import Picture
 
 EXACT_ROWS = 256
-"""The number of rows of every pass on a GPU that keeps equal bits. It is fixed because a GPU's libraries choose their
-method by the number of rows.
+"""The number of rows of every pass on a GPU, if bits must be equal. The number is fixed because a GPU's libraries
+choose their method by the number of rows.
 
 With about this number, arithmetic takes as long as reading the weights (docs/decisions/0014)."""
 
@@ -56,8 +56,8 @@ class ForwardPass:
 
     num_tokens: int
     rows: Tensor
-    """[3 + groups, padded tokens] int32: token ids, positions, positions minus rows, slots of each attention group.
-    Where positions have three numbers: [5 + groups, padded tokens]."""
+    """[3 + groups, padded tokens] int32: token ids, positions, positions minus row numbers, slots of each attention
+    group. Where positions have three numbers: [5 + groups, padded tokens]."""
     keep: Tensor
     """[padded] int32: rows whose logits are computed."""
     num_kept: int
@@ -241,7 +241,7 @@ class ModelRunner:
 
 
 def _adapted(batch: Batch, num_rows: int) -> AdaptedRows | None:
-    """The adapters of a pass of `num_rows` rows, with padding; None: no adapter changes it."""
+    """The adapters of a pass of `num_rows` rows, with padding; None: no adapter changes the pass."""
     if batch.adapted is None:
         return None
     numbers = np.full(num_rows, NONE, np.int64)

@@ -1,4 +1,4 @@
-"""A check that the exactness promise holds for a model on this machine."""
+"""Checks that a model's bits on this machine do not depend on chunks, batches, preemption or the cache."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def find_inexactness(model: LoadedModel, prompt: ShortPrompt | None = None) -> str | None:
-    """Compute the end of one short prompt in several ways; return on what the logits wrongly depend, or None.
+    """Compute the end of one short prompt in several ways; return what the logits wrongly depend on, or None.
 
     The ways are: all at once; in uneven chunks down to one token; and beside another request, over KV that a third
     request wrote, once as prefill and once as decoding. They cost six forward passes of at most 52 tokens. Recurrent
-    layers give equal bits for equal cells only. So their chunks end on the grid of cells, and decoding is not compared
-    with prefill. Instead, at most nine more passes check cells after preemption and after cache hits.
+    layers give equal bits for equal cells only. So the chunks of their models end on the grid of cells, and decoding is
+    not compared with prefill. Instead, at most nine more passes check cells after preemption and after cache hits.
     """
     prompt = prompt or ShortPrompt(model)
     check, tokens, whole = prompt.check, prompt.tokens, prompt.logits

@@ -1,7 +1,7 @@
 """DecoderSpec: what a decoder computes, as facts that can be checked against a paper.
 
 `decoder/families.py` fills it in and `decoder/decoder.py` runs it. The formula of one layer follows. A family that
-lacks a part has None or 1 in its place:
+lacks a part has None or 1 in the part's place:
 
     x = x + residual_scale * after_attention(output(attention(turn(head_norm(project(before_attention(x)))))))
     x = x + residual_scale * after_network(down(gate(before_network(x)) * up(before_network(x))))
@@ -44,25 +44,25 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """One kind of rotary embeddings (arXiv 2104.09864)."""
+    """One kind of rotary embeddings (arXiv 2104.09864). They turn pairs of a head's elements by angles."""
 
     theta: float
     turned: int
-    """The number of a head's first elements that turn."""
+    """The number of elements at a head's start that turn."""
     kind: str = "default"
     """`rope_type` in configs: default, linear, dynamic, llama3, yarn, longrope."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """The kind's own numbers, by their names in configs."""
     max_positions: int = 0
     interleaved: bool = False
-    """Whether elements 2i and 2i + 1 make a pair, not i and i + turned / 2."""
+    """Whether elements 2i and 2i + 1 make a pair, instead of i and i + turned / 2."""
     in_float32: bool = False
     """Whether heads are turned in float32 and then rounded, not in the model's type."""
     rounded_tables: bool = False
     """Whether cosines and sines are rounded to the model's type before heads are turned."""
     axes: tuple[int, ...] | None = None
-    """For each pair, the number of a position by which it turns, if positions have three numbers: time, row and column
-    (arXiv 2409.12191). In text the three are equal. None: a position is one number."""
+    """If a position has three numbers (time, row and column, arXiv 2409.12191): for each pair, the index of the number
+    by which the pair turns. In text the three numbers are equal. None: a position is one number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +113,14 @@ class ExpertSpec:
     scale: float = 1.0
     """Weights are multiplied by this number last."""
     groups: int = 1
-    """Experts are in groups of equal size, one after the other."""
+    """The number of groups of equal size. Experts of a group follow each other."""
     chosen_groups: int = 1
     """The number of groups whose experts may be chosen."""
     group_best: int = 1
     """A group's score is the sum of this many best weights in it."""
     correction: str | None = None
-    """Name of a tensor with one number per expert, added to weights for the choice alone (arXiv 2408.15664)."""
+    """Name of a tensor with one number per expert, added to weights only for the choice of experts (arXiv
+    2408.15664)."""
     routes_in_float32: bool = False
     """Whether the router multiplies in float32."""
     shared_width: int | None = None
@@ -133,8 +134,8 @@ class ExpertSpec:
     shared_gate: str | None = None
     """Name of the product that weighs the shared network's result; None: the result is added as it is."""
     stack: str | None = None
-    """Name of tensors [experts, in, out], in which outputs of gate and up alternate; None: experts are not stacked
-    so."""
+    """Name of tensors [experts, in, out], in which outputs of gate and up alternate; None: each expert has its own
+    tensors."""
 
     def network(self, expert: int) -> NetworkNames:
         return NetworkNames((self.gate.format(expert), self.up.format(expert)), self.down.format(expert))
@@ -148,18 +149,18 @@ class ExpertSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """One vector of a token in place of all heads' keys and values; see the top of this module."""
+    """One vector per token in place of all heads' keys and values; see the top of this module."""
 
     size: int
     """The number of the vector's elements that are normalised. Keys and values are products of these elements."""
     turned: int
     """The number of the vector's last elements. They turn with the position, and are the end of every head's key."""
     plain: int
-    """Elements of a head's query and key that do not turn."""
+    """The number of elements of a head's query and key that do not turn."""
     value: int
-    """Elements of a head's value."""
+    """The number of elements of a head's value."""
     query_rank: int | None = None
-    """Elements between the two products that make queries; None: one product makes them."""
+    """The number of elements between the two products that make queries; None: one product makes them."""
     epsilon: float = 1e-6
     """Epsilon of its norms; the model's other norms may have a different epsilon."""
     norm: str = "self_attn.kv_a_layernorm"
@@ -170,7 +171,7 @@ class LatentSpec:
 
     @property
     def width(self) -> int:
-        """Elements of the stored vector."""
+        """The number of elements of the stored vector."""
         return self.size + self.turned
 
     @property
@@ -239,7 +240,7 @@ class DecoderSpec:
     head_norm: Literal["each head", "all heads"] = "each head"
     """Whether norms of queries and keys normalise each head or the row of all heads, if the family has such norms."""
     latent: LatentSpec | None = None
-    """The vector that stands for keys and values; None: each head has its own."""
+    """The vector that stands for keys and values; None: each head has its own keys and values."""
     activation: ActivationName = "silu"
     clamp: GateClamp | None = None
     """The gate with limits that replaces the activation; None: the activation is used."""

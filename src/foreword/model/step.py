@@ -92,7 +92,7 @@ class Step:
     token_ids: Tensor
     """[rows] int64"""
     positions: Tensor
-    """[rows] int64: the positions that turn heads; [3, rows] where positions have three numbers."""
+    """[rows] int64: the positions by which heads are rotated; [3, rows] where positions have three numbers."""
     keep: Tensor
     """[padded] int64: rows whose logits are computed, ascending; padding after the first `num_kept`."""
     num_kept: int
@@ -102,7 +102,7 @@ class Step:
     runs: dict[int, list[StateRun]] = field(default_factory=dict)
     """Recurrent group -> its runs."""
     offsets: Tensor | None = None
-    """[rows] int64: positions minus rows, for models of transformers."""
+    """[rows] int64: positions minus row numbers, for models of transformers."""
     adapted: AdaptedRows | None = None
     """The rows that adapters change; None if no adapter changes a row."""
     given: GivenRows | None = None

@@ -179,7 +179,7 @@ class KVStorage:
 
 
 PROVIDED_BYTES = 8 << 20
-"""Bytes of one page that the system provides at once, in some milliseconds."""
+"""The most bytes that the system provides at a time, which takes some milliseconds."""
 
 
 class BlockBytes:
@@ -219,7 +219,7 @@ class BlockBytes:
             page[block_id].copy_(whole[at:end])
             at = end
         if whole.device.type == "cuda":
-            torch.cuda.current_stream(whole.device).synchronize()  # later, others may use the payload's memory
+            torch.cuda.current_stream(whole.device).synchronize()  # others may use the payload next
 
     def read(self, group_id: int, block_id: int, out: memoryview) -> None:
         """Copy a block to `out`, which has `payload_bytes` bytes."""
@@ -230,7 +230,7 @@ class BlockBytes:
         target[:] = torch.cat([page[block_id] for page in self._pages[group_id]]).cpu().numpy()
 
     def provide(self, block_ids: BlockIds) -> Iterator[None]:
-        """Let the system provide the memory of blocks before they are used. Pauses after every few megabytes.
+        """Let the system provide the memory of blocks before they are used. Yields after every few megabytes.
 
         The contents of the blocks stay. On a device there is nothing to do.
         """

@@ -185,7 +185,7 @@ class LinkReport:
 
     method: str
     num_spans: int
-    """The number of its parts that could be linked."""
+    """The number of the prompt's parts that could be linked."""
     linked_tokens: int
     """Tokens whose KV comes from a source. They saw none of the prompt's tokens before them."""
     recomputed_tokens: int

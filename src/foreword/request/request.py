@@ -79,11 +79,11 @@ class Adapter(Protocol):
         """A digest of its content, which is part of block keys."""
 
     def begin_in(self, token_ids: npt.NDArray[np.int32]) -> int | None:
-        """Return the index of the first prompt token that the adapter computes; None: it does not begin at all."""
+        """Return the index of the first prompt token that the adapter computes; None if it computes no token."""
 
 
 class Alone:
-    """Replaces the salt of a prompt that skips the cache: its answers share encoded rows with each other alone."""
+    """Replaces the salt of a prompt that skips the cache, so that only its own answers share its encoded pictures."""
 
 
 class Picture(Protocol):
@@ -116,9 +116,9 @@ class PlacedPicture:
     places: npt.NDArray[np.int32]
     """[rows]: the index of the token that each row of its encoding replaces, ascending."""
     grid: tuple[int, int] | None = None
-    """Numbers of rows and columns by which its tokens are rotated (`turned_positions`); None: rotated like text."""
+    """Its numbers of rows and columns, which give rotary positions (`turned_positions`); None: positions as in text."""
     sees_ahead: bool = False
-    """Whether each of its tokens sees all of them, later ones too. Then no step ends among them (`whole_end`)."""
+    """Whether each of its tokens sees all its tokens, also later ones. If so, no step ends inside it (`whole_end`)."""
 
     @property
     def offset(self) -> int:
@@ -134,8 +134,8 @@ class PlacedPicture:
 def whole_end(pictures: Sequence[PlacedPicture], start: int, end: int, limit: int) -> int:
     """Return where a step from `start` ends: `end`, unless that is within a picture whose tokens see each other.
 
-    Then the step ends before the picture. If it starts inside, it ends after the picture, or at `start` if that is
-    beyond `limit`.
+    Inside such a picture, the step ends before the picture instead. A step that starts in the picture ends after it, or
+    at `start` if the picture ends beyond `limit`.
     """
     for placed in pictures:
         after = placed.offset + placed.num_tokens
@@ -149,8 +149,8 @@ def whole_end(pictures: Sequence[PlacedPicture], start: int, end: int, limit: in
 def turned_positions(pictures: Sequence[PlacedPicture], start: int, end: int) -> npt.NDArray[np.int32]:
     """Return the rotary positions of tokens `start` to `end` (exclusive): time, row and column, [3, tokens].
 
-    All tokens of a picture have one time. The picture takes as many positions as its longer side has rows or columns
-    (mrope, arXiv 2409.12191).
+    All tokens of a picture have the same time. The picture takes as many positions as its longer side has rows or
+    columns (mrope, arXiv 2409.12191).
     """
     places = np.arange(start, end, dtype=np.int32)
     turned, shift = np.tile(places, (3, 1)), 0
@@ -169,7 +169,7 @@ def turned_positions(pictures: Sequence[PlacedPicture], start: int, end: int) ->
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a function that the model made."""
+    """A function call that the model wrote."""
 
     name: str
     arguments: str
@@ -199,11 +199,11 @@ class DistinctTokens:
         self._num_read = 0
 
     def of(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Return the distinct tokens, ascending. `token_ids` must begin with the tokens of the call before."""
+        """Return the distinct tokens, ascending. `token_ids` must begin with the tokens of the previous call."""
         if len(token_ids) > self._num_read:
             new = np.unique(token_ids[self._num_read :]).astype(np.int64)
             places = self._ids.searchsorted(new)
-            is_new = np.append(self._ids, -1)[places] != new  # beyond the end stands no token
+            is_new = np.append(self._ids, -1)[places] != new  # -1 stands beyond the end, and is no token
             self._ids = np.insert(self._ids, places[is_new], new[is_new])
             self._num_read = len(token_ids)
         return self._ids
@@ -241,7 +241,7 @@ class TokenLogprobs(dict[int, Logprob]):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Moments in the life of one request, `time.monotonic()` seconds."""
+    """When a request reached each stage, in seconds of `time.monotonic()`."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -259,18 +259,18 @@ class Loaded:
     """The tokens that tiers gave to a waiting request, and the tokens that were offered to tiers."""
 
     may_ask: bool = True
-    """Whether tiers are asked for the part of its prefix that the pool lacks."""
+    """Whether tiers are asked for the part of the request's prefix that the pool lacks."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """For each load: the tier's name, and the begin and end of the tokens by which the hit grew."""
     no_room_at: int = -1
-    """The number of ended loads when a load last found no room; -1: all loads found room."""
+    """The number of loads that had ended when this request's load last found no room; -1: it always found room."""
     failure: LoadFailure | None = None
     """Why the last wait for a tier failed; None if it did not."""
     num_offered_tokens: int = 0
     """The number of leading tokens that the request found cached or that were offered to tiers."""
 
     def tokens_by_tier(self, num_cached_tokens: int) -> dict[str, int]:
-        """Count the tokens of a hit by the tier that gave them, with `memory` for the rest; without zeros."""
+        """Count a hit's tokens by the tier that gave them; `memory` gave the rest. Zeros are left out."""
         counts, at = {"memory": num_cached_tokens}, num_cached_tokens
         for name, start, end in reversed(self.spans):  # tokens that were evicted and loaded again count once
             num_tokens = max(0, min(end, at) - start)
@@ -310,7 +310,7 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class _LookAhead:
-    """Masks and dead ends that were found ahead, for tokens that an answer does not have yet."""
+    """Masks for tokens that an answer does not have yet, and lengths after which no token is allowed."""
 
     dry_at: set[int] = field(default_factory=set)
     """The lengths of the answer, drafts included, after which no token was allowed. These drafts may be wrong."""
@@ -321,7 +321,7 @@ class _LookAhead:
 
 
 class Request:
-    """One continuation of one prompt. The scheduler changes its progress, and the engine reads its progress."""
+    """One continuation of one prompt. The scheduler updates the request's progress, and the engine reads it."""
 
     links: Links | None = None
     """Tokens that are copied from other sequences, and rotary positions; None for a plain prompt."""
@@ -330,7 +330,7 @@ class Request:
     num_copied_tokens = 0
     """The number of linked tokens copied since the last admission."""
     adapter: Adapter | None = None
-    """The adapter that computes its tokens from the keys' `adapter_offset` on; None: the model alone."""
+    """The adapter that computes its tokens from the keys' `adapter_offset` on; None: the model alone computes them."""
     pictures: tuple[PlacedPicture, ...] = ()
     """Pictures whose rows replace tokens of the prompt, in their order."""
     rows_salt: str | Alone | None = None
@@ -367,7 +367,7 @@ class Request:
         """Tokens that end this request: its own stop tokens and, unless ignored, the model's end tokens."""
         self.constraint = None if params.open_constraint is None else params.open_constraint()
         self.limits = limits
-        """Limits of the allowed tokens that hold beside the constraint; None: no limits."""
+        """Limits on the allowed tokens, in addition to the constraint; None: no limits."""
         self.may_run_dry = self.constraint is not None or (limits is not None and bool(limits.bad_words))
         """Whether a step may come in which no token is allowed, or only tokens that end the answer."""
         self._ahead = _LookAhead()
@@ -408,7 +408,7 @@ class Request:
         self.service_key = (0, 0)
         """Its place in the queues: rank, then number of arrival. The request with the lowest key is served first."""
         self.row = NO_ROW
-        """The row in which it runs, as the cache's manager says; NO_ROW while it does not run."""
+        """The row in which it runs, given by the cache's manager; NO_ROW while it does not run."""
         self.loads = Loaded()
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -438,7 +438,7 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Generated tokens: a copy of the sequence's, brought up to date here. Changing it changes no block key."""
+        """A copy of the sequence's generated tokens, updated at each access. Changes to it change no block key."""
         self._answer += self.sequence.generated_from(len(self._answer))
         return self._answer
 
@@ -513,12 +513,12 @@ class Request:
         return self._limits(vocab_size).narrow(allowed, answer, needs_more=needs_more)
 
     def _dry_mask(self, num_generated: int, vocab_size: int) -> BoolArray:
-        """Note that no token is allowed, and return a mask that allows only the tokens that end answers."""
+        """Record that no token is allowed, and return a mask that allows only the tokens that end answers."""
         self._ahead.dry_at.add(num_generated)
         return self._limits(vocab_size).only_end()
 
     def note_admission(self, num_hit_tokens: int, num_shared_tokens: int, lookup: LookupExplanation | None) -> None:
-        """Note the first admission: the number of hit tokens, of tokens in shared blocks, and the lookup's result."""
+        """Record the first admission: hit tokens, tokens in shared blocks, and the lookup's result."""
         self.metrics.first_scheduled_time = time.monotonic()
         self.loads.num_offered_tokens = num_shared_tokens
         linked_from = self.sequence.linked_from  # tokens from here on are approximate, and no hit
@@ -541,7 +541,7 @@ class Request:
         embeds: Embeds | None,
         alone: Alone,
     ) -> None:
-        """Take what the prompt has besides tokens; call it before the request is queued.
+        """Take the prompt's inputs other than tokens. Call this before the request is queued.
 
         `alone` replaces the salt of pictures if the request skips the cache; all answers to one prompt share it.
         """
@@ -578,7 +578,7 @@ class Request:
         """Take the log probabilities of a step from position `start` on; a resumed request may repeat positions."""
         first = self.params.first_reported
         self.prompt_logprobs[max(start, first) - first :] = logprobs
-        end = first + len(self.prompt_logprobs)  # if resumed, it need not compute the positions before
+        end = first + len(self.prompt_logprobs)  # a resumed request need not repeat the positions before `end`
         self.sequence.most_hit_tokens = None if end == self.num_prompt_tokens - 1 else end
 
     @property
@@ -624,7 +624,8 @@ class RequestOutput:
     explanation: LookupExplanation | None = None
     """Result of the first continuation's lookup: how much was found, and why the rest was not."""
     kept: tuple[CacheEntry, ...] = ()
-    """The cache entries for the prompt's marks, in their order, as they were when the prompt was computed."""
+    """The cache entries for the prompt's marks, in the order of the marks, as they were when the prompt was
+    computed."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     hidden_state: npt.NDArray[np.float32] | None = None
     """The state of the prompt's last token, [width], after the last norm; None unless `SamplingParams.embeds`."""

@@ -38,7 +38,7 @@ class TokenConstraint(Protocol):
     def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Return the mask over the vocabulary after all tokens of the answer so far. Must not raise.
 
-        Each call's answer begins with the answer of the call before. A mask that allows no token ends the answer.
+        Each call's answer begins with the answer of the previous call. A mask that allows no token ends the answer.
         """
 
 
@@ -114,7 +114,7 @@ class SamplingParams:
     n: int = 1
     """Independent continuations; they share the prompt's blocks."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None: as many as `max_model_len` leaves."""
+    """Most tokens to generate; None: as many as `max_model_len` allows."""
     min_tokens: int = 0
     """Before this many tokens, no end token or `stop_token_ids` is sampled, unless a constraint allows nothing else."""
     temperature: float = 1.0
@@ -124,7 +124,7 @@ class SamplingParams:
     top_k: int = 0
     """Sample from this many of the likeliest tokens; 0 or -1: from all."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the likeliest one."""
+    """Drop tokens whose probability is below this share of the likeliest token's probability."""
     repetition_penalty: float = 1.0
     """Divides (multiplies, if negative) logits of tokens in prompt or answer (CTRL)."""
     presence_penalty: float = 0.0
@@ -146,7 +146,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """The only tokens that may come; None: any. An answer ends by itself only if end tokens are allowed."""
     bad_words: tuple[str, ...] = ()
-    """Words that may not come, as the tokenizer spells them alone and after a space."""
+    """Words that may not occur, as the tokenizer spells them alone and after a space."""
     logprobs: int | None = None
     """Report the log probabilities of the sampled token and of this many likeliest tokens."""
     logprob_token_ids: tuple[int, ...] = ()
@@ -157,11 +157,11 @@ class SamplingParams:
     certify: bool = False
     """Report digests of the logits that log probabilities were computed from (`RequestOutput.logits_digest`)."""
     prompt_logprobs: int | None = None
-    """The same number as `logprobs`, for prompt tokens from `score_from` on; None reports no prompt tokens."""
+    """Like `logprobs`, for prompt tokens from `score_from` on; None reports no prompt tokens."""
     score_from: int = 0
-    """Position of the first prompt token that `prompt_logprobs` reports. Those before it may be read from the cache."""
+    """Position of the first prompt token that `prompt_logprobs` reports. Earlier tokens may be read from the cache."""
     embeds: bool = False
-    """Give the hidden state of the prompt's last token (`RequestOutput.hidden_state`)."""
+    """Return the hidden state of the prompt's last token (`RequestOutput.hidden_state`)."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the answer must have; `LLM` turns it into an `open_constraint`."""
     open_constraint: Callable[[], TokenConstraint] | None = None
@@ -171,7 +171,7 @@ class SamplingParams:
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt even if it is cached."""
     truncate_prompt_tokens: int | None = None
-    """Number of tokens to keep at the end of the prompt; -1: all that leave room for the answer; None: all."""
+    """Number of tokens to keep at the end of the prompt; -1: as many as leave room for the answer; None: all tokens."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -314,7 +314,7 @@ class TokenLimits:
         forbidden: Collection[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`end_token_ids`: the model's, which end an answer without `stop_token_ids`. A bad word: its token ids."""
+        """`end_token_ids`: end tokens to use without `stop_token_ids`; `bad_words`: the token ids of each word."""
         self._vocab_size = vocab_size
         self._stop = _ids(stop_token_ids)
         self._end = _ids(stop_token_ids or end_token_ids)
@@ -333,7 +333,7 @@ class TokenLimits:
         end_token_ids: Collection[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
     ) -> TokenLimits | None:
-        """Return the limits of a request; None if only a bias and `min_tokens` apply, because they need no mask.
+        """Return the limits of a request; None if only a bias and `min_tokens` apply, which need no mask.
 
         Raises InvalidRequestError for parameters that allow no first token.
         """

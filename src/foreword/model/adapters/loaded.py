@@ -1,8 +1,8 @@
 """The adapters of one model that are in memory. They are read on demand; the least recently used is dropped first.
 
 A folder whose files have changed is read again. Requests that run or wait hold adapters, too, so one limit in bytes
-counts all adapters in memory. Nothing in a folder is unpickled, nothing outside its two files is read, and a tensor is
-read only when its shape fits the model.
+holds for all adapters in memory. Nothing in a folder is unpickled, nothing outside its two files is read, and a tensor
+is read only when its shape fits the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _READ = frozenset(
     "init_lora_weights alora_invocation_tokens".split()
 )
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Ways to begin training that leave the base's weights as they are."""
+"""Values of `init_lora_weights` that leave the base model's weights as they are."""
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _MOST_PATTERN, _MOST_REPEATS, _MOST_GROUPS = 512, 4, 4
 _MOST_KEYS, _MOST_REPEATING_KEYS = 1024, 32
@@ -50,11 +50,11 @@ _REPEATS, _NESTED = re.compile(r"(?<!\\)[*+{]|(?<!\\)(?<!\()\?"), re.compile(r"\
 Match = Callable[[str], bool]
 Patterns = Sequence[tuple[re.Pattern[str], Any]]
 SETTLED_S = 2.0
-"""Seconds. A file that changed less than this time before it was read may change again without a new date."""
+"""A file that changed less than this number of seconds before it was read may change again without a new date."""
 MOST_NAMES = 1024
-"""The most folders of which a process that computes nothing remembers the adapters' names."""
+"""The most folders whose adapters' names a process that computes nothing remembers."""
 HELD = 2
-"""The limit of the bytes of all adapters, divided by the bytes of a full table: requests may hold as many again."""
+"""All adapters may take this many times the bytes of a full table, because requests hold adapters outside it, too."""
 Stamp = tuple[tuple[int, ...], ...]
 
 
@@ -189,7 +189,7 @@ def _patterns(name: str, fields: Mapping[str, Any]) -> Patterns:
 
 
 def _by_pattern(patterns: Patterns, module: str, default: Any) -> Any:
-    """The value of the first pattern that matches the end of a module's name, as PEFT finds it."""
+    """The value of the first pattern that matches the end of a module's name, as in PEFT."""
     return next((value for pattern, value in patterns if pattern.fullmatch(module)), default)
 
 
@@ -284,7 +284,7 @@ class LoadedAdapters:
         self._alive: WeakValueDictionary[str, AdapterWeights] = WeakValueDictionary()
         """Digest -> the adapter, as long as a request or the table holds it. So equal adapters are in memory once."""
         self._lock = threading.Lock()
-        """Held for the tables alone, because files may take long to read."""
+        """Held while the tables are used, but not while files are read, because that may take long."""
 
     def get(self, folder: str) -> AdapterWeights:
         """The adapter that is in a folder now. Raises InvalidRequestError or AdaptersBusyError."""
@@ -302,7 +302,7 @@ class LoadedAdapters:
             return adapter
 
     def named(self, name: AdapterName) -> AdapterWeights:
-        """The adapter that another process has read: from memory, or else from its folder.
+        """The adapter that another process has read, from memory or else from the adapter's folder.
 
         Raises AdaptersBusyError, or InvalidRequestError, also if the folder has another adapter by now.
         """
@@ -316,7 +316,7 @@ class LoadedAdapters:
         return adapter
 
     def _admit(self, read: AdapterWeights) -> AdapterWeights:
-        """Make room for one more adapter. Adapters that no request holds leave memory with their entry in the table."""
+        """Make room for one more adapter. An adapter that no request holds leaves memory when it leaves the table."""
         dropped: list[tuple[str, Stamp | None, str]] = []
         while self._adapters and self.num_bytes + read.num_bytes > self._max_bytes:
             folder, (stamp, adapter) = self._adapters.popitem(last=False)
@@ -348,7 +348,7 @@ class AdapterNames:
     """Reads adapters as `LoadedAdapters` does, and keeps only their names: for a process that computes nothing."""
 
     num_bytes = 0
-    """Names take next to nothing."""
+    """No adapters are kept in memory."""
 
     def __init__(self, spec: DecoderSpec, max_rank: int) -> None:
         self.spec, self._max_rank = spec, max_rank

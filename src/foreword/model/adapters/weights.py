@@ -1,4 +1,4 @@
-"""An adapter's matrices, packed for one model's products, the name of their content, and the terms that they add.
+"""An adapter's matrices, packed for one model's products; the digest of their content; and the terms that they add.
 
 The terms for a row of a step are computed in float32 in an order that no other row changes, and rows without an
 adapter are not touched (`kernels/products/low_rank.py`).
@@ -99,9 +99,10 @@ class AdapterName:
         """The folder from which it was read."""
 
     def begin_in(self, token_ids: npt.NDArray[np.int32]) -> int | None:
-        """The index of the first token of a prompt that it changes; None: no token, as if there were no adapter.
+        """The index of the first prompt token that the adapter changes; None: it changes no token.
 
-        aLoRA (arXiv 2504.12397): the last place at which the invocation begins. Without an invocation: 0.
+        For aLoRA (arXiv 2504.12397), this is the last place at which the invocation begins. Without an invocation, it
+        is 0.
         """
         if self.invocation is None:
             return 0
@@ -115,7 +116,7 @@ class AdapterName:
 
 
 class AdapterWeights(AdapterName):
-    """One adapter. A request that runs with it holds it, and keeps it in memory. `changes` is by names of modules."""
+    """One adapter. A request that uses the adapter keeps it in memory. `changes`: name of a module -> its change."""
 
     def __init__(
         self, spec: DecoderSpec, changes: Mapping[str, LowRank], invocation: Sequence[int] | None, folder: str = ""
@@ -150,7 +151,7 @@ def _digest(changes: Mapping[str, LowRank], invocation: Sequence[int] | None) ->
 
 
 ALONE_OPERATIONS = 1 << 18
-"""The calling thread computes fewer multiplications alone, because waking other threads takes longer."""
+"""The calling thread computes fewer multiplications than this alone, because waking other threads takes longer."""
 NONE = -1
 STEP_ARGUMENTS = "num_rows", "numbers", "tables", "unit_rows", "scratch", "thread_scratch"
 """Arguments that change in every step of an operation whose rows have fixed addresses."""
@@ -160,11 +161,11 @@ class AdaptedRows:
     """For each row of a step the adapter that changes it, if any."""
 
     def __init__(self, adapters: Sequence[AdapterWeights], numbers: Int64Array) -> None:
-        """`numbers` [rows]: for each row, the place of its adapter in `adapters`, or NONE."""
+        """`numbers` [rows]: for each row, the index of its adapter in `adapters`, or NONE."""
         self._adapters, self._numbers = adapters, np.ascontiguousarray(numbers)
         self._tables = np.stack([adapter.tables for adapter in adapters], axis=1)
         self.is_changed = (self._tables != 0).any(axis=1)
-        """Whether an adapter changes each product."""
+        """[products]: whether an adapter changes the product."""
         self.most_rank = max(adapter.most_rank for adapter in adapters) + low_rank.RANKS
         self.thread_scratch = low_rank.thread_scratch(self.most_rank)
         self._addresses = self._numbers.ctypes.data, self._tables.ctypes.data
@@ -186,7 +187,7 @@ class AdaptedRows:
         return torch.from_numpy(np.flatnonzero(self._numbers != NONE))
 
     def step_numbers(self, products: Int64Array, firsts: Any, counts: Any, scratch: int) -> Int64Array:
-        """STEP_ARGUMENTS of products whose rows are `counts` of the step's rows, from the rows `firsts` on.
+        """STEP_ARGUMENTS of products. Each product has `counts` of the step's rows, from the row `firsts` on.
 
         `scratch`: the address of memory for all threads.
         """
@@ -207,7 +208,7 @@ class Deltas:
     product: int
 
     def add(self, rows: Tensor, result: Tensor) -> Tensor:
-        """Add adapters' terms to `result` [rows, out] of `rows` [rows, in], and return it; `result` is used up."""
+        """Add adapters' terms to `result` [rows, out] of `rows` [rows, in], and return the sum. `result` may change."""
         adapted, inputs, target = self.rows, rows.float(), result.float().contiguous()
         missing = low_rank.padded_inputs(inputs.shape[-1]) - inputs.shape[-1]
         inputs = torch.nn.functional.pad(inputs, (0, missing)) if missing else inputs.contiguous()
@@ -255,5 +256,5 @@ class LowRankOperation(Operation):
 
 @functools.cache
 def _operations() -> OfThread[LowRankOperation]:
-    """An operation of each thread's own; the first one compiles."""
+    """One operation for each thread. The first call compiles it."""
     return OfThread(LowRankOperation)

@@ -182,9 +182,9 @@ _NEVER_NULL = (
     "use_cache attention_bias mlp_bias initializer_range attention_dropout resid_pdrop embd_pdrop output_router_logits "
     "router_aux_loss_coef router_jitter_noise".split()
 )
-"""Fields that change no number, and that transformers refuses if they are null."""
+"""Fields that change no result, and that transformers refuses if they are null."""
 _THETA = {"smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}
-"""Bases of angles that differ from 10,000."""
+"""`model_type` -> the base of rotary angles, if it is not 10,000."""
 MOST_EXPERTS = 4096
 """Most experts of a layer: a file may not ask for more names than this."""
 _ROPE_NEEDS = {

@@ -31,9 +31,7 @@ SIDE_FILES: Mapping[str, str] = {
 
 
 def choose_dtype(options: ModelConfig, stored: object, device: torch.device) -> torch.dtype:
-    """The requested type, else the one that the config says, else float32. A CPU computes float16 as float32, which
-    loses no bit.
-    """
+    """The requested type, else the config's type, else float32. A CPU computes float16 as float32, without loss."""
     if options.dtype != "auto":
         requested: torch.dtype = getattr(torch, options.dtype)
         return requested
@@ -43,7 +41,7 @@ def choose_dtype(options: ModelConfig, stored: object, device: torch.device) -> 
 
 
 def find_device(name: str) -> torch.device:
-    """The device of a name. Raises ConfigError if it is unknown or not here."""
+    """The device with this name. Raises ConfigError if the name is unknown, or there is no such device here."""
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -8,7 +8,7 @@ or more inputs becomes groups of 32 with the same scale. Inputs that are not in 
 `desc_act` and `actorder`) are put into that order. Activations are not rounded, whatever the file says.
 
     compressed-tensors  weight_packed [out, in / n], weight_scale [out, groups], zeros packed along out; or weight int8
-    GPTQ                qweight [in / n, out], scales [groups, out], qzeros [groups, out / n], one less than zeros
+    GPTQ                qweight [in / n, out], scales [groups, out], qzeros [groups, out / n], each 1 less than the zero
     AWQ                 qweight [in, out / n], scales [groups, out], qzeros [groups, out / n]; nibbles 0 2 4 6 1 3 5 7
 
 n codes lie in an int32, the first in the lowest bits.
@@ -70,7 +70,7 @@ class GroupedPlace:
         return values if order is None else values[:, np.argsort(order)]
 
     def _rows(self, codes: Bytes, zeros: npt.NDArray[np.int64], scales: torch.Tensor) -> CodedRows | None:
-        """The weight in a format of products; None if it fits no format."""
+        """The weight in a format that products take; None if no format fits it."""
         per_group = codes.shape[1] // scales.shape[1]
         is_half = scales.dtype == torch.float16
         if per_group % STEP or (not is_half and scales.dtype != torch.bfloat16):
@@ -176,7 +176,7 @@ def _unpacked(packed: torch.Tensor, bits: int, order: tuple[int, ...] | None = N
 
 
 def _need(stem: str, parts: Mapping[str, StoredPlace], *names: str) -> list[tuple[int, ...]]:
-    """The shapes of parts that must exist in two dimensions: packed codes in int32, bytes in int8, scales in floats."""
+    """The shapes of parts. They must have two dimensions: packed codes in int32, bytes in int8, scales in floats."""
     for name in names:
         if name not in parts or len(parts[name].shape) != 2:
             raise UnreadableError(f"no tensor {stem}.{name} of two dimensions")

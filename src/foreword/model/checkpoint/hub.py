@@ -40,9 +40,9 @@ def is_hub_name(name: str) -> bool:
 
 
 def find_folder(name: str, revision: str | None) -> Path | None:
-    """Fetch the checkpoint of a name, if it is read here, and return its folder.
+    """Fetch the checkpoint of a name, if foreword reads it by itself, and return its folder.
 
-    None for any other checkpoint, whose weights are not fetched: transformers knows more forms, and says what is wrong.
+    None for any other checkpoint. Its weights are not fetched: transformers reads more forms, and says what is wrong.
     If the hub does not answer, a version that was fetched before is found. Raises ModelLoadError.
     """
     matched = _NAME.fullmatch(name)
@@ -69,7 +69,7 @@ def find_folder(name: str, revision: str | None) -> Path | None:
 
 
 def file_of(options: ModelConfig, name: str) -> Path | None:
-    """A file of a checkpoint, if need be fetched from the hub; None if it does not exist, or cannot be reached."""
+    """A file of a checkpoint, fetched from the hub if necessary; None if it does not exist, or cannot be reached."""
     folder = Path(options.model).expanduser()
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
@@ -90,7 +90,7 @@ def file_of(options: ModelConfig, name: str) -> Path | None:
 
 
 def _fetch(name: str, revision: str | None, files: set[str]) -> Path | None:
-    """Fetch the files of a checkpoint, and return its folder; None, without weights, if it is not read here."""
+    """Fetch a checkpoint's files, and return its folder. If it is not read here, fetch no weights, and return None."""
     from huggingface_hub import snapshot_download
 
     from foreword.model.checkpoint.config_json import read_config  # imports torch, which an absent model does not need

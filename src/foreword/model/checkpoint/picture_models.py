@@ -80,7 +80,7 @@ _OF_OTHERS = frozenset(
     "suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p "
     "torchscript typical_p use_bfloat16 is_composition".split()
 )
-"""Fields that old files have in `text_config`, and that change no number of transformers' language models."""
+"""Fields that old files have in `text_config`, and that change no result of transformers' language models."""
 _OF_VISION = frozenset(
     "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id vision_token_id".split()
 )
@@ -95,7 +95,7 @@ class VisionFiles:
     config: Mapping[str, Any]
     """The whole config."""
     weights: Mapping[str, StoredPlace]
-    """Weights of the other parts, named as below transformers' `model`."""
+    """Weights of the other parts, named as inside transformers' `model`."""
 
 
 def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -134,7 +134,7 @@ def _three_positions(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_other_form(folder: Path, reason: Exception) -> None:
-    """Raise UnsupportedModelError for a model with pictures that is not read here, as no other code runs its halves."""
+    """Raise UnsupportedModelError for a model with pictures that is not read here, because no other code runs it."""
     try:
         kind = json.loads((folder / "config.json").read_bytes()).get("model_type")
     except (OSError, ValueError, AttributeError):
@@ -149,7 +149,7 @@ def refuse_other_form(folder: Path, reason: Exception) -> None:
 def parted(
     folder: Path, raw: Mapping[str, Any], places: Mapping[str, StoredPlace]
 ) -> tuple[dict[str, Place], VisionFiles | None]:
-    """The weights of the language half, named as in its family, and the rest; None if the model takes no pictures."""
+    """The language half's weights, named as in its family, and the other files; None if the model takes no pictures."""
     family = PICTURE_MODELS.get(str(raw.get("model_type")))
     if family is None:
         return dict(places), None
@@ -191,7 +191,7 @@ def _are_turned(places: Mapping[str, StoredPlace], hidden: Any) -> bool:
 
 
 def _apart(name: str, place: StoredPlace, is_turned: bool) -> dict[str, Place]:
-    """One weight; if it stacks all experts of a layer, one weight per expert. A stack has gates first, then ups."""
+    """The weight, or one weight per expert if it stacks a layer's experts. A stack has gates first, then ups."""
     layer, _, last = name.partition(".experts.")
     if last not in _STACKED or len(place.shape) != 3:
         return {name: place}

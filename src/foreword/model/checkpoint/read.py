@@ -1,8 +1,8 @@
 """Reading a checkpoint of any Hugging Face causal language model: its config, and its weights in plain modules.
 
-A model whose config says that it cannot run is refused, with the layer and the reason. transformers turns FP8 and MXFP4
-into plain numbers while it loads them, where they are not read here (`small_floats.py`). Other formats need special
-kernels, so they are refused by name before any weight is read.
+A model that cannot run according to its config is refused, with the layer and the reason. transformers turns FP8 and
+MXFP4 into plain numbers while it loads them, unless foreword reads them by itself (`small_floats.py`). Other formats
+need special kernels, so they are refused by name before any weight is read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ REFUSED_LAYER_TYPES: Mapping[str, str] = {
     "indexed_attention": "it chooses positions with an indexer, whose keys have no place in the cache; choose a model "
     "whose layers see every position, such as DeepSeek-V3.1 in place of V3.2, or GLM-4.7-Flash",
 }
-"""Layer type that does not run -> the reason. Types in neither list are refused as unknown."""
+"""Layer type that does not run -> the reason. Types that are neither here nor in SUPPORTED_LAYER_TYPES are refused as
+unknown."""
 SUPPORTED_LAYER_TYPES = (
     "full_attention",
     "sliding_attention",

@@ -3,7 +3,7 @@
 Tensors, their order and their names are those of transformers 5 and of compressed-tensors 0.17. Weights stay in their
 codes where products take them.
 
-    fp8                 weight e4m3 [out, in], weight_scale_inv [out / rows, in / columns] of a block
+    fp8                 weight e4m3 [out, in], weight_scale_inv [out / rows, in / columns], one per block
     compressed-tensors  weight e4m3 [out, in], weight_scale of the whole, of each row, or of each block
     mxfp4               NAME_blocks [experts, out, in / 32, 16], two codes a byte, the first in the low half;
                         NAME_scales [experts, out, in / 32]; rows of gate and up alternate
@@ -131,7 +131,7 @@ class BiasPlace:
 
 
 def float8_places(places: Mapping[str, StoredPlace], config: Config, *, keeps_codes: bool) -> dict[str, Place]:
-    """The weights of an FP8 checkpoint by their names. Raises UnreadableError if it is not read here."""
+    """The weights of an FP8 checkpoint by their names. Raises UnreadableError if the checkpoint is not read here."""
     is_compressed = config.get("quant_method") == "compressed-tensors"
     end = ".weight_scale" if is_compressed else ".weight_scale_inv"
     weights: dict[str, Place] = {}

@@ -1,4 +1,4 @@
-"""Models of written families, read from their folders: config.json, and weights that are read when they are taken.
+"""Models of written families, read from their folders: config.json, and weights, each of which is read when it is used.
 
 transformers is not imported. Anything unusual raises UnreadableError: then transformers reads the model, or says what
 is wrong with it.
@@ -70,7 +70,7 @@ def read_stored(options: ModelConfig) -> StoredModel:
     vision = None
     if not files and not is_grouped:
         plain, vision = parted(folder, read_raw(folder), safetensors_places(folder))
-    # Without instructions for bfloat16, float32 rows and weights in their 16 bits are multiplied several times as fast.
+    # Without instructions for bfloat16, float32 rows times 16-bit weights are several times as fast as bfloat16 rows.
     # Experts in one tensor would become float32, so they keep bfloat16.
     is_apart = all(isinstance(place, StoredPlace) and len(place.shape) < 3 for place in plain.values())
     keeps_bits = values["dtype"] == "bfloat16" and is_apart
@@ -81,7 +81,7 @@ def read_stored(options: ModelConfig) -> StoredModel:
     dtype = choose_dtype(options, "float32" if is_widened else values["dtype"], device)
     if dtype == torch.float16:
         raise UnreadableError("float16, which may not hold all weights")
-    # With those instructions, 12 bits a weight are multiplied faster than codes: see docs/decisions/0050.
+    # With instructions for bfloat16, weights in 12 bits are multiplied faster than codes: see docs/decisions/0050.
     keeps_codes = in_integers or not (dtype == torch.bfloat16 and can_multiply())
     places: Mapping[str, Place]
     if is_grouped:

@@ -48,7 +48,7 @@ class WeightsLog:
         self._seconds, self._last = seconds_between_lines, time.monotonic()
 
     def note(self) -> None:
-        """Note that one more tensor has been read."""
+        """Count one more tensor that has been read."""
         self._read += 1
         now = time.monotonic()
         if now - self._last >= self._seconds:
@@ -93,7 +93,7 @@ def _counted(items: Any, log: WeightsLog) -> Iterator[Any]:
 
 
 class UnreadableError(Exception):
-    """These files are not read here; the message says why."""
+    """foreword does not read these files by itself; the message says why."""
 
 
 class Place(Protocol):
@@ -116,7 +116,7 @@ class StoredPlace:
     dtype: torch.dtype
     shape: tuple[int, ...]
     is_weight: bool = False
-    """Whether it may be the weight of a product."""
+    """Whether the tensor may be the weight of a product."""
     keeps_float32: bool = False
     """Whether it is read in float32, whatever type other tensors get."""
 
@@ -139,7 +139,7 @@ class StoredPlace:
         return Codes(self.rows(first, (end - first, self.shape[1])).view(torch.uint16).numpy(), None)
 
     def rows(self, first: int, shape: tuple[int, ...]) -> Tensor:
-        """A part [rows, ...] of this shape, in the tensor's type, from row `first` on. Raises OSError."""
+        """The part of this shape [rows, ...] that begins at row `first`, in the tensor's type. Raises OSError."""
         tensor = torch.empty(shape, dtype=self.dtype)
         if tensor.numel():
             start = self.start + first * math.prod(shape[1:]) * self.dtype.itemsize
@@ -175,7 +175,7 @@ class StoredTensors(MutableMapping[str, Weight]):
     def __init__(
         self, model: str, places: Mapping[str, Place], dtype: torch.dtype, *, in_integers: bool = False
     ) -> None:
-        """`dtype`: the type that tensors get; `in_integers`: whether whole numbers are multiplied in integers."""
+        """`dtype`: the type that tensors get; `in_integers`: whether whole-number codes are multiplied in integers."""
         self._model, self._places, self._dtype, self._in_integers = model, dict(places), dtype, in_integers
         self._read: dict[str, Weight] = {}
         self._log = WeightsLog(model, len(self._places))

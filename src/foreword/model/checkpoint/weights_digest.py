@@ -1,8 +1,8 @@
 """A digest of a checkpoint's weights, computed by threads while the model loads, and remembered from start to start.
 
-SHA-256 reads 1.6 GB a second on a core with SHA instructions (3.1 on two; measured on an EPYC of 2 cores); where the
-files' digests are remembered, it costs a few system calls. A folder is read as soon as the load begins, beside imports
-that keep one core busy.
+SHA-256 reads 1.6 GB a second on a core with SHA instructions (3.1 on two; measured on an EPYC of 2 cores). Files whose
+digests are remembered cost only a few system calls. A folder is read as soon as the load begins, while imports keep one
+core busy.
 
     a file      SHA-256 of the digests of its pieces of 32 MiB, which threads compute
     weights     SHA-256 of the digests of all files, in the order of their names
@@ -57,12 +57,12 @@ class Stamp(NamedTuple):
 
 
 class RememberedDigests:
-    """Digests of files by path and stamp, in one file of the user's; nothing is kept if it cannot be written."""
+    """Digests of files by path and stamp, in one file of the user; if it cannot be written, nothing is kept."""
 
     def __init__(self, path: Path | None = None, *, least_bytes: int = 1 << 24, settled_s: float = 2.0) -> None:
-        """`least_bytes`: smaller files have no place here, because they are read quickly; `settled_s`: a file that
-        changed less than this time ago may change again within one tick of its file system's clock, so its digest is
-        not kept.
+        """`least_bytes`: digests of smaller files are not kept, because such files are read quickly; `settled_s`: a
+        file that changed less than this time ago may change again within one tick of its file system's clock, so its
+        digest is not kept.
         """
         self._file = UserFile(path or user_cache_folder() / "foreword" / "weights.json")
         self._least_bytes, self._settled_ns = least_bytes, int(settled_s * 1e9)
@@ -210,7 +210,7 @@ def _piece(path: Path, start: int, end: int) -> bytes:
 
 
 def digest_sources(*folders: Path) -> str:
-    """A digest of the Python files in folders whose code decides bits."""
+    """A digest of the Python files in folders, whose code decides the bits of results."""
     paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     return _sha256(hashlib.sha256(path.read_bytes()).digest() for path in paths).hex()
 

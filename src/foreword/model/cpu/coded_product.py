@@ -1,6 +1,7 @@
 """Linear layers whose weights stay in the few bits that a file gives them.
 
-Rows of any type are multiplied in float32, or rounded to eight bits and multiplied in integers: each weight says which.
+Rows of any type are multiplied in float32, or rounded to eight bits and multiplied in integers: each weight says which
+of the two.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from foreword.model.cpu.product import thread_memory
 from foreword.model.cpu.row_functions import ALONE_ELEMENTS
 
 FILLED = 1 << 18
-"""The number of weights that are expanded or packed at once: memory of larger arrays is cleared again each time."""
+"""The number of weights that are expanded or packed at once. Memory of larger arrays would be cleared each time."""
 ALONE_OPERATIONS = 1 << 18
 """The calling thread computes a product of fewer multiplications alone, because waking other threads takes longer."""
 HAS_INSTRUCTIONS = coded_worker.HAS_INSTRUCTIONS
 INTEGERS = " int8"
-"""The end of the name of a format that is multiplied in integers."""
+"""The name of a format that is multiplied in integers ends with this text."""
 _WEIGHTS = HugePages()
 
 
@@ -40,7 +41,7 @@ class CodedRows:
 
     kind: CodeFormat
     shape: tuple[int, int]
-    """Outputs and inputs."""
+    """The numbers of outputs and inputs."""
     codes: Callable[[int, int], Codes]
     """The codes of the outputs first <= i < end. Raises OSError."""
     in_integers: bool = False
@@ -187,7 +188,7 @@ class CodedLinear:
     """The type in which rows are multiplied."""
 
     def __init__(self, weights: Sequence[CodedRows], bias: Tensor | None) -> None:
-        """`weights`: the columns of all follow the same order of inputs."""
+        """The columns of all `weights` must follow the same order of inputs."""
         order = weights[0].order
         self._order = None if order is None else torch.from_numpy(order)
         joined: list[CodedRows] = []
@@ -211,7 +212,7 @@ class CodedLinear:
 
     @property
     def in_program(self) -> bool:
-        """Whether a program can run it: a program's operations take inputs in their own order."""
+        """Whether a program can run it: operations of programs take inputs in their original order."""
         return self._order is None
 
     @property
@@ -276,7 +277,7 @@ class CodedOperation(Operation):
     """A product of the rows that `bind` set last."""
 
     def __init__(self, constants: Record, memory: object, row_scratch: int, worker: Worker | None = None) -> None:
-        """`constants`: arguments that `bind` does not set; `memory`: the memory at the addresses among them."""
+        """`constants`: arguments that `bind` does not set; `memory`: owns the memory at their addresses."""
         super().__init__(worker or coded_worker.multiply_units)
         self._memory, self._first_byte, self._row_scratch = memory, int(constants["target"]), row_scratch
         for name in CODED.names or ():

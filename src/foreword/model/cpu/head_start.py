@@ -1,9 +1,9 @@
-"""Memory for packed weights, prepared during the imports of a start, which keep one core busy.
+"""Memory for packed weights, prepared at the start, while imports keep one core busy.
 
-A thread that seldom needs Python's lock touches the memory that packed weights will take; a wrong guess wastes time of
-an idle core. On a virtual machine, which asks its host for each page, the first token of a new process takes 0.87 of
-the time: 3.08 s after `import torch` instead of 3.95 (measured like benchmarks/load.py, seven interleaved pairs on 2
-cores of a Zen processor; docs/decisions/0009-packed-weights.md).
+A thread that seldom needs Python's lock touches the memory that packed weights will take. A wrong guess wastes only
+time of an idle core. On a virtual machine, which asks its host for each page, the first token of a new process takes
+0.87 of the time: 3.08 s after `import torch` instead of 3.95 (measured like benchmarks/load.py, seven interleaved pairs
+on 2 cores of a Zen processor; docs/decisions/0009-packed-weights.md).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def head_start(options: ModelConfig) -> Iterator[None]:
 
 
 def _num_weights(folder: Path) -> int:
-    """Number of a checkpoint's bfloat16 values in matrices, without experts, which are not packed.
+    """The number of bfloat16 values in a checkpoint's matrices. Experts are not counted, because they are not packed.
 
     Unreadable files count as 0; the loader reports them.
     """

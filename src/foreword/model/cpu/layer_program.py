@@ -1,8 +1,8 @@
 """Decoder layers as one program: threads run the operations of all layers without a return to Python in between.
 
-Norms, products, heads and attention are operations here; rows wait between them in one memory. Weights may have any
-format whose products are operations (`RowProduct`): 12 bits in bfloat16, the codes of a file in float32.
-`model/spec.py` has the formula of such layers.
+Norms, products, heads and attention are operations here. Between operations, rows are kept in one memory. Weights may
+have any format whose products are operations (`RowProduct`): 12 bits for rows in bfloat16, the codes of a file for rows
+in float32. `model/spec.py` has the formula of such layers.
 
 In a step of few rows an operation takes 10 to 500 us. Running each operation from Python cost a quarter of such a step,
 because weights had pushed Python's code and data out of the caches, and because threads had to be woken.
@@ -64,7 +64,7 @@ class RowProduct(Protocol):
 
     @property
     def width(self) -> int:
-        """Elements of a row of the result."""
+        """The number of elements of a row of the result."""
 
     @property
     def thread_scratch(self) -> int:
@@ -92,7 +92,7 @@ class LayerParts:
     gate: Gate | None
     """The function that joins gate and up; None if `gate_up` does it by itself."""
     residual_scale: float
-    """The factor of attention's and the network's results before they are added to rows."""
+    """The results of attention and of the network are multiplied by this factor before they are added to rows."""
     heads: RotaryKernel
     rotary: int
     """The number of the layer's rotary embedding."""
@@ -214,24 +214,24 @@ class LayerOperations:
         return sum(len(self.operations[name]) for name in names[names.index("heads") + 1 :])
 
     def sizes(self) -> tuple[int, int, Sequence[RowProduct]]:
-        """Elements of a row in `wide`, elements of a row in the other memory, and the products, which need scratch."""
+        """Return the elements of a row in `wide`, the elements of a row in the other areas, and the products."""
         project, width, gate_up = self._widths
         heads = project + (self._query_bytes + self._mixed_bytes) // self._item_bytes
         network = gate_up if self._gate is None else gate_up + gate_up // 2
         return max(heads, network) + _LINE, width, self._products
 
     def end_with(self, norm: Norm) -> None:
-        """Normalise the layer's last sum by `norm`, which is the next layer's first or the model's last."""
+        """Normalise the layer's last sum by `norm`, which is the next layer's first norm or the model's last."""
         self._next_norm.set_norm(norm)
 
     def set_storage(self, storage: KVStorage, kernel: CpuAttention) -> None:
-        """Use the keys and values of `storage` from now on, in blocks without gaps."""
+        """Use the keys and values of `storage` from now on. Its blocks must have no gaps."""
         blocks = storage.blocks[self.layer]
         self._rotary.bind_blocks(blocks, self._dtype)
         self.attention.set_layer(blocks, self._shapes.query_heads, self._options, self._dtype, kernel.bfloat16)
 
     def wires(self, first: int) -> Iterator[tuple[Operation, str, int]]:
-        """Yield the arguments that change in a step, each with the index of its number, from `first` on."""
+        """Yield (operation, argument, index of its number) for the arguments of a step. Indices begin at `first`."""
         arguments = enumerate(rotary.STEP_ARGUMENTS, first)
         yield from ((self._rotary, argument, number) for number, argument in arguments)
         for number, argument in enumerate(cpu_attention.STEP_ARGUMENTS, first + len(rotary.STEP_ARGUMENTS)):
@@ -239,7 +239,7 @@ class LayerOperations:
             yield self.attention.merges, argument, number
 
     def bind_rows(self, places: Places, rows: int, *, is_normed: bool, span: tuple[int, int] | None = None) -> None:
-        """Set the address of the layer's rows; `is_normed`: whether the norm of these rows is in its place already.
+        """Set the address of the layer's rows; `is_normed`: whether `places.normed` already has the norm of these rows.
 
         `span`: the first row that is computed after attention, and the number of such rows; None: all rows.
         """
@@ -303,7 +303,7 @@ class LayerChain:
         """The step arguments of adapters' operations; None until adapters come, as the program lacks these
         operations."""
         self._is_adapted = False
-        """Whether adapters' operations may have rows."""
+        """Whether adapters' operations may still have rows to change."""
         self._make_program()
         self._storage: Callable[[], KVStorage | None] = lambda: None
         """A weak reference, because a model outlives engines, whose blocks must be freed."""
@@ -314,7 +314,7 @@ class LayerChain:
         and one of the layers."""
         self._wires = Wires([])
         self._turns: object = None
-        """The tensors whose addresses are numbers of the step. The caller may not keep them."""
+        """Keeps the tensors whose addresses are numbers of the step alive, because the caller may drop them."""
 
     def _make_program(self) -> None:
         self._is_made = False  # after an interrupt, the old program does not fit `_of_layers`
@@ -380,7 +380,7 @@ class LayerChain:
         return self._is_for_storage and rows.dtype == self._space.dtype and takes_adapters
 
     def _bind(self, x: Tensor, turns: Sequence[Turns], step: Step, *, span: tuple[int, int] | None = None) -> Places:
-        """Bind all layers. The last layer leaves only the rows of `span`, where other layers leave these rows."""
+        """Bind all layers. The last layer stores only the rows of `span`, where other layers store these rows."""
         if step.adapted is not None:
             self._take_adapters(step.adapted)
         if not self._is_made:
@@ -411,7 +411,7 @@ class LayerChain:
     def _bind_adapters(
         self, adapted: AdaptedRows | None, num_rows: int, span: tuple[int, int] | None, scratch: int
     ) -> None:
-        """Set the rows that adapters change; None: no rows. After attention, the last layer has only `span`."""
+        """Set the rows that adapters change; None: no rows. After attention, the last layer computes only `span`."""
         assert self._adapter_wires is not None
         products = np.arange(PRODUCTS * len(self.layers))
         numbers = np.zeros((len(products), len(adapters.STEP_ARGUMENTS)), np.int64)
@@ -426,7 +426,7 @@ class LayerChain:
         self._is_adapted = adapted is not None
 
     def _lay_wires(self, storage: KVStorage) -> None:
-        """Wire layers. Layers of one kind take the same numbers of a step."""
+        """Connect the layers' arguments with the numbers of a step. Layers of one kind take the same numbers."""
         kinds: dict[tuple[object, ...], list[LayerOperations]] = {}
         for layer in self.layers:
             kind = storage.group_of[layer.layer], layer.attention.shape, layer.rotary

@@ -1,6 +1,6 @@
 """Linear layers in bfloat16 whose weights are held in 12 bits each, for AMX tiles or for pairs in vectors.
 
-oneDNN uses tiles too, but cuts the inner dimension by the number of rows, so a row's bits depend on the other rows
+oneDNN uses tiles too, but splits the inner dimension by the number of rows, so a row's bits depend on the other rows
 (docs/decisions/0017-tiles.md). Here a row's bits do not. Without tiles, vectors multiply pairs of bfloat16 from the
 same packed weights (docs/decisions/0023-products-in-pairs.md). For a gated feed-forward network, gate and up lie side
 by side in a panel, and the gate is computed before anything is written.
@@ -195,7 +195,7 @@ class ProductOperation(Operation):
     """A product of the rows that `bind` set last."""
 
     def __init__(self, worker: ProductWorker, constants: Record, memory: object) -> None:
-        """`constants`: arguments that `bind` does not set; `memory`: the memory at the addresses among them."""
+        """`constants`: arguments that `bind` does not set; `memory`: owns the memory at their addresses."""
         super().__init__(worker.worker)
         self._memory, self._set_units = memory, worker.set_units
         for name in PRODUCT.names or ():

@@ -166,7 +166,10 @@ class RotaryOperation(Operation):
                 a[f"{name}_form"] = norm.form
 
     def bind_blocks(self, blocks: KVBlocks, dtype: torch.dtype) -> None:
-        """Write rows of type `dtype` to blocks that can take them, which the caller keeps."""
+        """Write rows of type `dtype` to these blocks.
+
+        They must take such rows (`can_write`), and the caller keeps them.
+        """
         a = self.arguments
         a["keys"], a["values"] = blocks.keys.data_ptr(), blocks.values.data_ptr()
         a["item_bytes"], a["coded_tokens"] = dtype.itemsize, blocks.block_size if blocks.format.is_coded else 0

@@ -117,7 +117,7 @@ class RowOperation(Operation):
         a["width"], a["x_bytes"], a["epsilon"] = width, width * size, norm.epsilon
 
     def set_gate(self, gate: Gate, width: int, dtype: torch.dtype) -> None:
-        """Compute gates from now on; X and Y lie side by side."""
+        """Compute gates from now on; a row X (gate) and its row Y (up) lie side by side."""
         a, size = self.arguments, dtype.itemsize
         a["weight"], a["form"] = 0, (BFLOAT16 if size == 2 else 0) | (GELU if gate == "gelu_tanh" else 0)
         a["width"], a["x_bytes"] = width, 2 * width * size

@@ -1,1 +1,1 @@
-"""Decoders that are written down: a family is a table of facts and a map of weights, and one formula runs them all."""
+"""foreword's own decoders: a family is a table of facts and a map of weights, and one formula runs all families."""

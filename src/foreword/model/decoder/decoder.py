@@ -1,10 +1,10 @@
-"""Decoder: one formula for all families that are written down, run from a spec and weights.
+"""Decoder: computes all families that have a spec, by one formula, from the spec and the weights.
 
 With weights in 12 bits or in the codes of a file, the layers of usual families are one program
-(`cpu/layer_program.py`); everywhere else Python calls one operation after the other, with the same bits. Each operation
-gives a row bits that depend on that row alone.
+(`cpu/layer_program.py`). Otherwise Python calls one operation after the other, with the same bits. In every operation,
+a row's bits depend on that row alone.
 
-In the last layer, rows whose logits nobody wants are computed only up to attention.
+In the last layer, rows whose logits are not needed are computed only up to attention.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RowNorm:
 
 
 class Decoder:
-    """A model of a written family. One thread at a time may call it; meanwhile, other threads may call `run`."""
+    """A model of a family that has a spec. One thread at a time may call it; other threads may call `run` meanwhile."""
 
     def __init__(self, spec: DecoderSpec, weights: MutableMapping[str, Weight]) -> None:
         """Pack `weights`, named as in checkpoints of the family, and empty the mapping to free plain copies."""
@@ -121,7 +121,7 @@ class Decoder:
         return self._logits(normed, step.columns)[: step.num_kept]  # computed for padding too: see `passes.py`
 
     def _logits(self, normed: Tensor, columns: Tensor | None) -> Tensor:
-        """Logits of normed rows [rows, width]: those of the tokens `columns`, or of all tokens."""
+        """Return logits of normed rows [rows, width], for the tokens `columns`; None: for all tokens."""
         if columns is None:
             return self._scaled(self._head(normed))
         if self.spec.logit_cap is not None:  # bits of its tanh may depend on an element's place
@@ -179,7 +179,7 @@ class Decoder:
 
     @property
     def activation_widths(self) -> list[int]:
-        """The last dimensions of the activations that pass through elementwise functions."""
+        """The widths (last dimensions) of the activations that pass through elementwise functions."""
         spec = self.spec
         widths = {spec.hidden_size, spec.intermediate_size, *spec.widths, spec.head_dim}
         widths |= {rotary.turned for rotary in spec.rotaries}
@@ -285,9 +285,9 @@ class DecoderLayer:
         return queries
 
     def _split(self, projected: Tensor, turns: list[Turns]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [rows, heads, head_dim], normalised and turned.
+        """Return queries, keys and values [rows, heads, head_dim], normalised and rotated.
 
-        With latent KV, the vectors [rows, 1, width] stand in both places.
+        With latent KV, the vectors [rows, 1, width] are both the keys and the values.
         """
         if self._latent is not None:
             assert self._rotary is not None
@@ -314,7 +314,8 @@ class DecoderLayer:
         count: int,
         deltas: LayerDeltas = NO_DELTAS,
     ) -> tuple[Tensor, Tensor]:
-        """Return the layer's result from its rows, their norm and mixed values, and the result normed by `following`.
+        """Compute the layer's result from its rows, the normed rows and mixed values. Also returns it normed by
+        `following`.
 
         `count`: the number of rows before padding; `deltas`: the terms that adapters add to the products' results.
         """
@@ -368,7 +369,7 @@ def _normed(rows: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
 
 
 def _add_given(given: GivenRows, layer: int, rows: Tensor, normed: Tensor, norm: RowNorm | None) -> None:
-    """Add the pictures' part to a layer's rows, in place; other rows keep their bits."""
+    """Add the numbers that pictures give this layer to their rows, in place; other rows keep their bits."""
     values = rows[given.places] + given.added[layer]
     rows[given.places] = values
     normed[given.places] = _normed(values, norm)
@@ -388,9 +389,9 @@ RowFunction = Callable[[Tensor], Tensor]
 class LatentHeads:
     """Attention over one vector per token, which stands for the keys and values of all heads (arXiv 2405.04434).
 
-    No key or value is made from it. A head's query is multiplied by the transposed product that would make the head's
-    keys, so that scores need the vector alone. The mixture of vectors is multiplied by the product that would make the
-    head's values:
+    No key or value is made from the vector. A head's query is multiplied by the transposed product that would make the
+    head's keys, so that scores need the vector alone. The mixture of vectors is multiplied by the product that would
+    make the head's values:
         query . (up_key latent, turned)  =  (up_key^T query, turned query) . (latent, turned)
         sum of weight * (up_value latent)  =  up_value (sum of weight * latent)
 

@@ -1,4 +1,4 @@
-"""The families of decoders that are written down. Each function gives the facts that differ from llama.
+"""The written families: decoders that foreword computes itself. Each function gives the facts that differ from llama.
 
 A config field may change a model's results. If a config has a field that was not read here, and `_NO_MATTER` does not
 list it, the model runs in transformers' own modules.
@@ -33,8 +33,8 @@ _NO_MATTER = frozenset(
     "seq_aux _sliding_window_pattern sliding_window_pattern torch_dtype transformers.js_config transformers_version "
     "unk_token_id unsloth_fixed use_cache".split()
 )
-"""Fields that change no number of a loaded model. The weights in the file show which biases there are, and quantized
-weights were read before."""
+"""Fields that do not change what a loaded model computes. The weights in the file show which biases there are, and
+quantized weights were read before."""
 _ROPE_KEYS: Mapping[str, Collection[str]] = {
     "default": (),
     "linear": ("factor",),
@@ -50,7 +50,7 @@ _ROPE_KEYS: Mapping[str, Collection[str]] = {
 
 
 class UnwrittenError(Exception):
-    """The model's formula is not written down. The message says which fact is unknown."""
+    """foreword has no spec for the model. The message says which fact is unknown."""
 
 
 class Fields:
@@ -67,7 +67,7 @@ class Fields:
         return default if value is None else value
 
     def expect(self, name: str, *values: object) -> None:
-        """Raise UnwrittenError if a field is present and has another value than these."""
+        """Raise UnwrittenError if a field is present and has none of these values."""
         value = self(name, values[0])
         if value not in values:
             raise UnwrittenError(f"{name}={value!r}")
@@ -178,7 +178,7 @@ def _plain(c: Fields, **facts: Any) -> DecoderSpec:
 def _rotary(
     c: Fields, rope: Mapping[str, Any], *, partial: bool = False, head_dim: int | None = None, **facts: Any
 ) -> RotarySpec:
-    """Rotary embeddings as a config describes them. `partial`: whether the family turns a part of each head."""
+    """Rotary embeddings as a config describes them. `partial`: whether the family may rotate a part of each head."""
     kind = rope.get("rope_type", "default")
     parameters = _ROPE_KEYS.get(kind)
     if parameters is None:
@@ -198,7 +198,7 @@ def _rotary(
 
 
 def _axes(sections: Sequence[int], num_pairs: int, interleaved: bool) -> tuple[int, ...]:
-    """The axis (time, row or column) of each pair: in sections (arXiv 2409.12191), or alternating (Qwen3-VL)."""
+    """The axis (time, row or column) of each pair. Axes form sections (arXiv 2409.12191) or alternate (Qwen3-VL)."""
     if len(sections) != 3 or sum(sections) != num_pairs or min(sections) < 0:
         raise UnwrittenError(f"mrope_section={sections!r} for {num_pairs} pairs")
     if interleaved:
@@ -207,7 +207,7 @@ def _axes(sections: Sequence[int], num_pairs: int, interleaved: bool) -> tuple[i
 
 
 def _layers(c: Fields, *, turns: Callable[[int, str], int | None] = lambda layer, kind: 0) -> tuple[LayerSpec, ...]:
-    """Layers with a window where `layer_types` says "sliding_attention"; `turns`: the index of a layer's rotary."""
+    """Layers with a window where `layer_types` says "sliding_attention"; `turns` returns a layer's `rotary`."""
     kinds = c("layer_types", ["full_attention"] * c("num_hidden_layers"))
     window = c("sliding_window")
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
@@ -256,7 +256,7 @@ def qwen3(c: Fields) -> DecoderSpec:
 
 
 def smollm3(c: Fields) -> DecoderSpec:
-    """Layers that `no_rope_layers` marks with 0, mostly each fourth, do not turn heads (NoPE, arXiv 2501.18795)."""
+    """Layers that `no_rope_layers` marks with 0, usually every fourth, rotate no heads (NoPE, arXiv 2501.18795)."""
     turned = c("no_rope_layers")
     has_windows = c("use_sliding_window", False)
     layers = _layers(c, turns=lambda layer, kind: 0 if turned[layer] else None)
@@ -275,7 +275,7 @@ def granite(c: Fields) -> DecoderSpec:
 
 
 def gemma2(c: Fields) -> DecoderSpec:
-    """arXiv 2408.00118: norms before and after, capped scores and logits, alternating windows."""
+    """arXiv 2408.00118: norms before and after each part, capped scores and logits, windows in every other layer."""
     c.expect("use_bidirectional_attention", False)
     return _plain(
         c,
@@ -290,7 +290,7 @@ def gemma2(c: Fields) -> DecoderSpec:
 
 
 def gemma3(c: Fields) -> DecoderSpec:
-    """arXiv 2503.19786: gemma2 with norms of heads instead of capped scores; layers with windows have other angles."""
+    """arXiv 2503.19786: gemma2 with normed heads instead of capped scores; layers with windows have other angles."""
     c.expect("use_bidirectional_attention", False)
     kinds = "full_attention", "sliding_attention"
     rope = c("rope_parameters")
@@ -310,7 +310,7 @@ def gemma3(c: Fields) -> DecoderSpec:
 
 
 def phi3(c: Fields) -> DecoderSpec:
-    """arXiv 2404.14219: one stored product for queries, keys and values, and one for gate and up."""
+    """arXiv 2404.14219: one weight for queries, keys and values, and one for gate and up."""
     window = c("sliding_window")
     return _plain(
         c,
@@ -321,7 +321,7 @@ def phi3(c: Fields) -> DecoderSpec:
 
 
 def olmo2(c: Fields) -> DecoderSpec:
-    """arXiv 2501.00656: norms after attention and after the network, and of all heads together."""
+    """arXiv 2501.00656: norms after attention and after the network, and one norm for all heads together."""
     names = WeightNames(
         before_attention=None,
         after_attention="post_attention_layernorm",
@@ -338,7 +338,7 @@ def olmo2(c: Fields) -> DecoderSpec:
 
 
 def cohere2(c: Fields) -> DecoderSpec:
-    """arXiv 2504.00698: attention and network side by side, one centred norm; only layers with windows turn heads."""
+    """arXiv 2504.00698: attention and network in parallel, one centred norm; only layers with windows rotate heads."""
     c.expect("use_qk_norm", False)
     c.expect("use_gated_activation", True)
     c.expect("use_parallel_block", True)
@@ -390,7 +390,7 @@ def _qwen_experts(c: Fields, layers: tuple[LayerSpec, ...], **facts: Any) -> dic
 
 
 def qwen2_moe(c: Fields) -> DecoderSpec:
-    """arXiv 2407.10671: experts, and a shared network with a gate, which all rows pass."""
+    """arXiv 2407.10671: experts, and a shared network with a gate for all rows."""
     c("use_sliding_window")
     parts = ("gate_proj", "up_proj", "down_proj")
     gate, up, down = (f"mlp.shared_expert.{part}" for part in parts)
@@ -428,14 +428,14 @@ def gpt_oss(c: Fields) -> DecoderSpec:
 
 
 def _latent(c: Fields, value: int, *, rotary: Mapping[str, Any], **facts: Any) -> DecoderSpec:
-    """A decoder with latent KV (arXiv 2405.04434). `value`: elements of a head's value."""
+    """A decoder with latent KV (arXiv 2405.04434). `value`: the number of elements of a head's value."""
     plain, turned, rank, rope = c("qk_nope_head_dim"), c("qk_rope_head_dim"), c("q_lora_rank"), c("rope_parameters")
     c.expect("num_key_value_heads", c("num_attention_heads"))
     c.expect("qk_head_dim", plain + turned)
     c.expect("head_dim", turned)
     latent = LatentSpec(c("kv_lora_rank"), turned, plain, value, rank)
     first = "self_attn.q_proj" if rank is None else "self_attn.q_a_proj"
-    stretched = 1.0  # arXiv 2309.00071: longer contexts want sharper scores
+    stretched = 1.0  # arXiv 2309.00071: longer contexts need sharper scores
     if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):
         stretched = 1.0 + 0.1 * rope["mscale_all_dim"] * math.log(max(rope["factor"], 1.0))
     return _plain(
@@ -451,7 +451,7 @@ def _latent(c: Fields, value: int, *, rotary: Mapping[str, Any], **facts: Any) -
 
 
 def _deepseek_experts(c: Fields, dense: Sequence[bool], **facts: Any) -> dict[str, Any]:
-    """Experts in all layers that are not `dense`, and shared experts, which are one network that all rows pass."""
+    """Experts in all layers that are not `dense`, and shared experts: one network for all rows."""
     c.expect("moe_layer_freq", 1)
     width, count, chosen = c("moe_intermediate_size"), c("n_routed_experts"), c("num_experts_per_tok")
     groups, of_groups = facts.get("groups", 1), facts.get("chosen_groups", 1)
@@ -473,7 +473,7 @@ def _deepseek_experts(c: Fields, dense: Sequence[bool], **facts: Any) -> dict[st
 
 
 def deepseek_v2(c: Fields) -> DecoderSpec:
-    """arXiv 2405.04434: latent KV; experts by softmax, in some models only from the groups with the best experts."""
+    """arXiv 2405.04434: latent KV; a softmax chooses experts, in some models only from the best groups."""
     c.expect("scoring_func", "softmax")
     c.expect("topk_method", "greedy", "group_limited_greedy")
     c.expect("norm_topk_prob", False)
@@ -485,7 +485,7 @@ def deepseek_v2(c: Fields) -> DecoderSpec:
 
 
 def deepseek_v3(c: Fields) -> DecoderSpec:
-    """arXiv 2412.19437: as deepseek_v2, with sigmoids in place of the softmax and corrected choices."""
+    """arXiv 2412.19437: as deepseek_v2, with sigmoids in place of the softmax, and corrected scores for the choice."""
     dense = [number < c("first_k_dense_replace") for number in range(c("num_hidden_layers"))]
     return _latent(c, c("v_head_dim"), rotary=_pairs(c), **_corrected_experts(c, dense))
 
@@ -493,7 +493,7 @@ def deepseek_v3(c: Fields) -> DecoderSpec:
 def glm4_moe_lite(c: Fields) -> DecoderSpec:
     """arXiv 2508.06471: as deepseek_v3; a list says which layers have experts."""
     kinds = c("mlp_layer_types", ["dense"] + ["sparse"] * (c("num_hidden_layers") - 1))
-    c.expect("first_k_dense_replace", 1)  # which the list replaces
+    c.expect("first_k_dense_replace", 1)  # the list replaces it
     unknown = sorted(set(kinds) - {"dense", "sparse"})
     if unknown or len(kinds) != c("num_hidden_layers"):
         raise UnwrittenError(f"mlp_layer_types={kinds!r}")

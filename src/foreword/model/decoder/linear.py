@@ -77,7 +77,7 @@ class Linear:
         """Columns `outputs` [n] int64 of the result without adapters, [..., n], with the same bits as in the whole
         result.
 
-        Products whose panels are computed apart multiply only the panels of these outputs. In oneDNN, the order of
+        Products that compute each panel separately multiply only the panels of these outputs. In oneDNN, the order of
         addition depends on the sizes of both sides, so weights in oneDNN's order are multiplied whole.
         """
         if isinstance(self._product, CompactProduct | CodedLinear):
@@ -242,7 +242,7 @@ _ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
 
 
 class Embedding:
-    """The rows of a table by their numbers. A table of codes stays in codes; a head with the same table shares them."""
+    """Looks up rows of a table by number. A table in codes stays so; a head with the same table shares the codes."""
 
     def __init__(self, table: Weight, head: Linear | None, dtype: torch.dtype) -> None:
         """`head`: the product with this table, if the head is tied to it; `dtype`: the type of the rows."""

@@ -114,7 +114,7 @@ def _yarn(spec: RotarySpec, powers: Tensor, rope: Mapping[str, Any]) -> tuple[Te
 
 
 def _longrope(spec: RotarySpec, powers: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """arXiv 2402.13753, up to the original context: a longer one has other angles, which would change a prefix."""
+    """arXiv 2402.13753, up to the original context: a longer context has other angles, which would change a prefix."""
     original = rope["original_max_position_embeddings"]
     factor = rope.get("factor") or spec.max_positions / original
     scale = rope.get("attention_factor")

@@ -1,1 +1,1 @@
-"""Models that run in transformers' own modules: how they are called, probed, and given our attention."""
+"""Models that run in transformers' own modules: how they are called, probed, and given foreword's attention."""

@@ -72,7 +72,7 @@ class _Call:
         self.attend = ALL_ATTENTION_FUNCTIONS[name]
 
     def note(self, model: nn.Module, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        """Note the context; runs before each call of the model."""
+        """Record the context; runs before each call of the model."""
         self.context = options.get("forward_context")
 
 

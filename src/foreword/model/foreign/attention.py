@@ -1,11 +1,12 @@
 """The functions for attention and experts that Hugging Face models call; importing this module registers them.
 
-attn_implementation="foreword": no mask function has that name, so models build no mask: a query's position determines
-what it sees. `probe.py` checks at load that models hide nothing else.
+attn_implementation="foreword" has no mask function, so models build no mask. A query's position determines what the
+query sees. `probe.py` checks at load that models hide nothing else.
 
-experts_implementation="foreword": a token's result does not depend on other tokens. The library's own implementations
-multiply the rows that an expert happens to get, and on a CPU float32 products of few rows round differently. Here an
-expert's rows are padded to a fixed multiple, and a token's experts are added up in the order of its own routing.
+With experts_implementation="foreword", a token's result does not depend on other tokens. The library's own
+implementations multiply the rows that an expert happens to get, and on a CPU float32 products of few rows round
+differently. Here an expert's rows are padded to a fixed multiple, and a token's experts are added up in the order of
+its own routing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ WITHOUT_EFFECT = frozenset(
     ("dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_router_logits", "deterministic")
 )
 """Names of arguments that change no result: nothing is trained here, `probe.py` checks causality, and positions are
-known anyway. A layer that passes any other argument is refused by this name, because the argument would be ignored."""
+known anyway. A layer that passes any other argument is refused with the argument's name, because the argument would be
+ignored."""
 
 
 def attention_options(
@@ -84,7 +86,7 @@ AttentionInterface.register(ATTENTION_NAME, foreword_attention)
 
 EXPERTS_NAME = "foreword"
 ROW_MULTIPLE = 64
-"""Enough rows for equal bits, and for whole vectors with any width."""
+"""An expert's rows are padded to a multiple of this: enough for equal bits, and for whole vectors of any width."""
 
 
 def foreword_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Replaces modules of a loaded model by faster modules that compute the same.
 
-A trial decides: a module is replaced only if its formula gives its exact bits. Everything else stays as it is.
+A trial decides: a module is replaced only if a known formula gives the module's exact bits. Other modules stay.
 
     norm(x) * weight                      seven operations become one           (`RowKernels.rms_norm`)
     down(silu(gate(x)) * up(x))           two products become one, and the gate one operation
@@ -63,8 +63,8 @@ def stacked(linears: Sequence[nn.Linear]) -> tuple[list[Tensor], Tensor | None]:
 def pack_linears(module: nn.Module) -> int:
     """Replace every plain `nn.Linear` in `module` by a packed one, if this machine can; return their number.
 
-    Plain weights that nothing else holds are freed. An embedding that shares its weight with the output head keeps
-    the weight for lookups. It stays in the memory-mapped checkpoint, and the system loads only the rows in use.
+    Plain weights that nothing else holds are freed. An embedding that shares its weight with the output head keeps the
+    weight for lookups. The weight stays in the memory-mapped checkpoint, and the system loads only the rows in use.
     """
     packed: dict[int, PackedLinear] = {}
     for path, child in list(module.named_modules(remove_duplicate=False)):
@@ -169,7 +169,7 @@ class ProductPart(nn.Module):
 
 
 class _Fusion:
-    """Decides which module may replace another; one verdict serves all modules of the same make."""
+    """Decides which module may replace another; one verdict serves all modules of the same type and sizes."""
 
     def __init__(self, kernels: RowKernels) -> None:
         self._kernels = kernels
@@ -218,7 +218,7 @@ class _Fusion:
 def _norm_form(module: nn.Module, weight: Tensor, epsilon: float) -> int | None:
     """The form of a root-mean-square norm: how it rounds and scales; None if the module is no such norm.
 
-    The trial makes its weight random, because with a weight of ones all formulas agree.
+    During the trial the module's weight is random, because with a weight of ones all formulas agree.
     """
     inputs = RandomInputs()
     x, original = inputs.rows(NUM_ROWS, len(weight), dtype=weight.dtype), weight.clone()

@@ -1,6 +1,6 @@
 """What each layer remembers, and in which shapes: at load, two tokens run through the plain model once.
 
-Importing this module registers attn_implementation="foreword_probe", which computes nothing and notes each request for
+Importing this module registers attn_implementation="foreword_probe", which computes nothing and records each call of
 attention. Unlike `foreword_attention` it has a mask function: models build their masks, and each mask must hide exactly
 what the layer's window or chunk hides. The probe refuses a layer that hides or remembers anything else, with the
 reason.
@@ -72,7 +72,7 @@ def probe_layers(model: FlatModel, config: PretrainedConfig) -> Remembered:
 
 
 def _problems(config: PretrainedConfig, probe: LayoutProbe, states: Mapping[int, StateLayout]) -> list[str]:
-    """List the differences between the probes' notes and the config."""
+    """List the differences between what the probes recorded and the config."""
     problems = []
     types = list(getattr(config, "layer_types", None) or [None] * config.num_hidden_layers)
     for layer, layer_type in enumerate(types):
@@ -101,7 +101,7 @@ query sees. A tensor computed from it lacks the attribute."""
 
 @dataclass(slots=True)
 class LayoutProbe:
-    """Stands in for a step's context and notes which layers call attention, with which shapes."""
+    """Stands in for a step's context and records which layers call attention, with which shapes."""
 
     layers: dict[int, LayerLayout] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -110,9 +110,9 @@ class LayoutProbe:
     def observe(
         self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, sliding_window: int | None
     ) -> None:
-        """Note the shapes of a layer's queries, keys and values, and its window or chunk; or why it cannot be served.
+        """Record the shapes of a layer's queries, keys and values, and its window or chunk, or why it cannot be served.
 
-        foreword's attention gets no mask. So the layer must ask it to hide what the mask hides.
+        foreword's attention gets no mask, so the layer's other arguments must hide what the mask hides.
         """
         (query, key, value), name = heads, type(module).__name__
         layer = getattr(module, "layer_idx", None)

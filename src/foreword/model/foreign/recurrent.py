@@ -160,7 +160,7 @@ class StateProbe:
             handle.remove()
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
-        """Note the module that wrote a layer's state: the first that returns after it was written."""
+        """Record the module that wrote a layer's state: the first module that returns after the write."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         if layer < len(self.cache.layers) and layer not in self.modules:
             state = self.cache.layers[layer]
@@ -171,7 +171,8 @@ class StateProbe:
     def problems(self) -> list[str]:
         """List the modules that do not continue from a state as they would within a whole sequence.
 
-        Some modules of transformers use their state for single tokens only, and start again from nothing with several.
+        Some modules of transformers use their state for single tokens only, and start from an empty state if there are
+        several tokens.
         """
         problems = []
         checked: set[type[nn.Module]] = set()

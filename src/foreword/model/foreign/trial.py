@@ -52,7 +52,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """The plain values among a module's attributes that may change its results; its number is left out."""
+    """The plain values among a module's attributes that may change its results; the layer's number is left out."""
     values = ((name, value) for name, value in vars(module).items() if name != "layer_idx")
     return tuple((name, value) for name, value in values if isinstance(value, bool | int | float | str))
 

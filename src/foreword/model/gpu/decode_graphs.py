@@ -142,7 +142,10 @@ class DecodeGraphs:
         return Batch.of_spans([np.zeros(1, np.int32)], [0], (scrap,) * self._num_groups)
 
     def _row_array(self, batch: Batch, size: int) -> IntArray:
-        """Token ids, positions, positions minus rows, and slots of each group; padding is all 0."""
+        """Token ids, positions, positions minus row numbers, and slots of each group.
+
+        Padding has the scrap block's slots.
+        """
         storage, num_rows = self._storage, batch.num_tokens
         rows = np.zeros((3 + self._num_groups, size), np.int32)
         rows[0, :num_rows] = batch.token_ids

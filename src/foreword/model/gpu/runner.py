@@ -77,7 +77,7 @@ class StepBuffer:
         return sum(self._used)
 
     def begin(self) -> None:
-        if len(self._parts) > 1:  # one part that is large enough for such a step
+        if len(self._parts) > 1:  # make one part that is large enough for such a step
             total = sum(len(part.bytes) for part in self._parts)
             self._parts.clear()
             self._used.clear()
@@ -116,7 +116,7 @@ class RunnerLimits:
     """Limits that the steps of a runner never exceed."""
 
     max_tokens: int
-    """Tokens of one sequence, including sinks."""
+    """The most tokens of one sequence, including sinks."""
     max_num_seqs: int
     decode_sizes: tuple[int, ...] = DECODE_SIZES
     """Numbers of rows of recorded steps, ascending; empty: no graphs."""
@@ -236,7 +236,7 @@ class DeviceRunner(ModelRunner):
             copies = self._put(batch.copies)
             rows = logit_rows(batch)
             work = self._plan_work(self._after_sinks(batch), rows.rows)
-            rows = replace(rows, columns=None)  # logits are computed whole
+            rows = replace(rows, columns=None)  # logits are computed for all tokens
             readout = Readout.make(batch, rows, self._model.vocab_size, self._put)
             expected = self._plan_expected(batch, work)
             self.buffer.upload()

@@ -1,7 +1,7 @@
 """Draws of tokens by temperature, top_k, top_p, min_p and a uniform number: compiled on a CPU, in torch elsewhere.
 
-`kernels/sampling/draw.py` defines what a draw takes; the code for other devices sorts whole rows, and takes the same
-tokens.
+`kernels/sampling/draw.py` defines which token a draw takes; the code for other devices sorts whole rows, and takes the
+same tokens.
 
 The uniform numbers, one for each (seed, step), are numpy's Philox, for many seeds at once. Philox4x64-10 is from
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011); numpy makes one generator per seed,

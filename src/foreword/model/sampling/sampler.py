@@ -1,8 +1,8 @@
 """Logits to token ids.
 
-Each row is sampled with one uniform number, a function of the request's seed and of the number of tokens it
-has generated. So an answer does not depend on the rest of the batch, and a preempted request continues as if it had
-never been interrupted.
+Each row is sampled with one uniform number, a function of the request's seed and of the number of tokens that the
+request has generated. So an answer does not depend on the rest of the batch, and a preempted request continues as if it
+had never been interrupted.
 
 The host plans a step's sampling from the requests; the device that holds the logits carries it out:
 
@@ -32,13 +32,13 @@ Int32s = npt.NDArray[np.int32]
 Changes = tuple[Tensor, Tensor]
 """Distinct indices into the flattened logits, [n] int64, and a float32 for each, [n]."""
 INFINITY, MINUS_INFINITY = 0x7F80, 0xFF80
-"""Bits of a bfloat16."""
+"""The bits of these numbers in bfloat16."""
 _NO_TOKENS: Int32s = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Reports of rows whose requests want the same report; all tensors are on the device."""
+    """Reports of rows whose requests ask for the same kind of report; all tensors are on the device."""
 
     token_ids: Tensor
     """[rows]: the chosen tokens."""
@@ -81,7 +81,7 @@ class LogprobRows:
         """Unpack `packed` on the host: one report per row."""
         rows, count = self.values.shape
         token_ids, chosen, ranks, others, values = np.split(packed, np.cumsum([rows, rows, rows, rows * count]))
-        places = [*range(1, self.num_likeliest + 1), *[0] * (count - self.num_likeliest)]  # 0: a rank reads a whole row
+        places = [*range(1, self.num_likeliest + 1), *[0] * (count - self.num_likeliest)]  # 0: not ranked
         reports: list[TokenLogprobs] = []
         columns = zip(
             token_ids.tolist(),
@@ -110,9 +110,10 @@ def _ranks(logprobs: Tensor, chosen: Tensor) -> Tensor:
 
 
 def digests(logits: Tensor, token_ids: Sequence[int] = ()) -> list[bytes]:
-    """SHA-256 of each row of logits [rows, n] as float32. If only `token_ids` have logits, their int64 ids come first.
+    """SHA-256 of each row of logits [rows, n] as float32, little-endian.
 
-    All numbers are little-endian. If rows are on another device, this waits for the device.
+    If only `token_ids` have logits, the digested bytes begin with these ids, as little-endian int64. If rows are on
+    another device, this waits for the device.
     """
     prefix = np.array(token_ids, "<i8").tobytes()
     return [hashlib.sha256(prefix + row.tobytes()).digest() for row in logits.float().cpu().numpy().astype("<f4")]
@@ -309,7 +310,7 @@ class SamplingPlan:
         return bool(self.reported) or any(change is not None for change in changes)
 
     def draw(self, logits: Tensor) -> Drawn:
-        """Sample `logits` [rows, vocab]. If the plan needs it, they are contiguous float32 and change in place."""
+        """Sample `logits` [rows, vocab]. If `needs_float32`, they must be contiguous float32 and change in place."""
         read = [group.read(logits) for group in self.reported]
         self._adjust(logits)
         if self.has_labels_alone:

@@ -1,10 +1,10 @@
 """The rows of pictures, encoded and kept.
 
-Encoders and image processors are transformers'. A picture's rows depend on no other picture: each is encoded alone, and
-its tiles, where a family has them, one after the other. Encoded pictures are kept under their digest and the salt of
-the user who shows them. Only the engine's thread may ask for them, so a new picture of several requests is encoded
-once. A tile is encoded when a step first needs one of its rows, unless the tiers below the pool have it. A step asks
-the tiers once, for all its pictures.
+Encoders and image processors are transformers'. A picture's rows depend on no other picture: each picture is encoded
+alone, and its tiles, if its family has tiles, one after the other. Encoded pictures are kept under their digest and the
+salt of the user who shows them. Only the engine's thread may ask for rows, so a new picture of several requests is
+encoded once. A tile is encoded when a step first needs one of its rows, unless the tiers below the pool have it. A step
+asks the tiers once, for all its pictures.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ answer does not tell who else showed the picture."""
 
 
 class Vision(Protocol):
-    """The half of a model that sees. Families inherit the defaults that they do not override."""
+    """The half of a model that encodes pictures. Families inherit the defaults that they do not override."""
 
     token_id: int
     """The token that rows of pictures replace."""
     digest: str
     """A digest of everything besides pixels and weights on which a picture's rows depend."""
     num_added: int = 0
-    """The number of first layers after which further terms are added to its rows."""
+    """The number of the decoder's first layers after which further terms are added to a picture's rows."""
     sees_ahead: bool = False
     """Whether tokens of a picture see each other, also later tokens."""
     written_sign: tuple[str, str] | None = None
@@ -63,7 +63,7 @@ class Vision(Protocol):
         """The text that stands in a prompt for a picture that is cut into this shape."""
 
     def grid(self, shape: Any) -> tuple[int, int] | None:
-        """Rows and columns by which a picture's tokens turn; None: tokens turn as in text."""
+        """Numbers of rows and columns that give a picture's tokens rotary positions; None: positions as in text."""
         return None
 
     def without_weights(self) -> Self:
@@ -75,7 +75,7 @@ class Vision(Protocol):
         return clone
 
     def tile_rows(self, shape: Any) -> int:
-        """The number of rows that are encoded at a time, apart from all others."""
+        """The number of rows that are encoded together, independently of all other rows."""
         return self.num_rows(shape)
 
     def encode(self, pixels: npt.NDArray[np.uint8], tiles: slice = slice(None)) -> Tensor:
@@ -93,7 +93,7 @@ class _EncodedTiles:
 
 
 class RowsOfPictures(NamedTuple):
-    """The form of a model's rows."""
+    """The form of the rows that pictures become."""
 
     width: int
     dtype: torch.dtype
@@ -105,11 +105,11 @@ class Below(Protocol):
     def load(self, names: Sequence[str], payloads: Sequence[memoryview], compute_s: float | None) -> Sequence[bool]:
         """Fill the payloads of names that tiers have; return for each name whether its payload was filled.
 
-        `compute_s`: seconds to compute all payloads, None if unknown; loading takes less time.
+        `compute_s`: the seconds that it would take to compute all payloads; None if unknown. Loading takes less time.
         """
 
     def store(self, names: Sequence[str], payloads: Sequence[memoryview]) -> None:
-        """Begin to store payloads, which change no more."""
+        """Begin to store payloads. The caller must not change them any more."""
 
 
 class PictureRows(NamedTuple):
@@ -163,7 +163,7 @@ class EncodedPictures:
         return [range(size * tile, size * (tile + 1)) for tile in encoded]
 
     def of_step(self, needed: Sequence[PictureRows]) -> list[Tensor]:
-        """The rows of pictures that one step needs, [rows, width] each. Tiles that are nowhere yet are encoded."""
+        """The rows of pictures that one step needs, [rows, width] each. Tiles that are kept nowhere are encoded."""
         self.num_found_rows += sum(len(part.rows) for part in needed if not self.missing(*part))
         if self.below is not None:
             self._load(self.below, needed)
@@ -179,7 +179,7 @@ class EncodedPictures:
         return rows
 
     def _make_room(self, in_use: set[Key]) -> None:
-        """Drop rows until they fit: first rows of requests that skip the cache, which no other request finds."""
+        """Drop rows until the rest fits. Rows of requests that skip the cache go first: no other request finds them."""
         for key in sorted(self._pictures, key=lambda key: key in in_use or not isinstance(key[0], Alone))[:-1]:
             if self.num_bytes <= self.max_bytes:
                 break

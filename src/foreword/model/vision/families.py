@@ -109,7 +109,7 @@ class _Half(Vision):
     """The image processor."""
 
     def _name(self, config: Any, dtype: torch.dtype) -> None:
-        """Set the token of pictures, and a digest of all that changes their rows, except pixels and weights."""
+        """Set the token of pictures, and a digest of all that changes a picture's rows, except pixels and weights."""
         import PIL
         import transformers
 
@@ -130,7 +130,7 @@ class _Half(Vision):
         return self._processor(pictures, return_tensors="pt", input_data_format="channels_last", **options)
 
     def _check_rows(self, side: tuple[int, int], spec: DecoderSpec, expected: tuple[str, int] | None = None) -> None:
-        """Raise ValueError unless a picture's rows have the language half's width and the `expected` number."""
+        """Raise ValueError unless a picture's rows have the language half's width, and their number is `expected`."""
         rows = self.encode(np.zeros((*side, 3), np.uint8))
         if rows.shape[-1] != (1 + self.num_added) * spec.hidden_size:
             raise ValueError(f"pictures become rows of {rows.shape[-1]} numbers, and hidden_size is {spec.hidden_size}")
@@ -139,7 +139,7 @@ class _Half(Vision):
 
 
 class Idefics3Vision(_Half):
-    """SmolVLM and Idefics3: a picture is cut into tiles ((0, 0): it is not); the whole picture is one more tile."""
+    """SmolVLM and Idefics3: a picture is cut into tiles, or not (shape (0, 0)); the whole picture is one more tile."""
 
     def __init__(self, files: VisionFiles, dtype: torch.dtype) -> None:
         with loading(files):
@@ -151,7 +151,7 @@ class Idefics3Vision(_Half):
                     f"{patches} patches of a tile of {side} pixels are no multiple of scale_factor, {scale}"
                 )
             self._tile_rows: int = (patches // scale) ** 2
-            self._sizes = copy.copy(self._processor)  # by its code, cuts pictures that have no pixels
+            self._sizes = copy.copy(self._processor)  # its code computes how pictures without pixels are cut
             self._sizes.resize = functools.partial(_resized, type(self._processor).__module__)
             shape, tiles = self.shape(side, side), self._tiles(np.zeros((side, side, 3), np.uint8))
             if len(tiles) != shape[0] * shape[1] + 1 or tiles.shape[-2:] != (side, side):
@@ -275,13 +275,13 @@ def _gemma3_parts(files: VisionFiles, dtype: torch.dtype) -> tuple[Any, Any, Any
     with torch.device("meta"):
         tower, projector = SiglipVisionModel._from_config(config.vision_config), Gemma3MultiModalProjector(config)
     places = torch.arange(tower.embeddings.num_positions)
-    tower.embeddings.position_ids = places.expand((1, -1))  # they are in no file
+    tower.embeddings.position_ids = places.expand((1, -1))  # no file has these positions
     load_weights({"vision_tower": tower, "multi_modal_projector": projector}, files, dtype)
     return Gemma3ImageProcessorPil.from_pretrained(files.folder), config, tower, projector
 
 
 class PixtralVision(_Half):
-    """Pixtral and Mistral 3: a picture keeps its shape, and each row of its tokens ends with a mark."""
+    """Pixtral and Mistral 3: a picture keeps its aspect ratio, and each row of its tokens ends with a special token."""
 
     def __init__(self, files: VisionFiles, dtype: torch.dtype, spec: DecoderSpec, max_tokens: int) -> None:
         with loading(files):
@@ -301,7 +301,7 @@ class PixtralVision(_Half):
         self._name(config, dtype)
 
     def shape(self, height: int, width: int) -> Tiles:
-        """Raises InvalidRequestError if the picture is so flat that resizing leaves nothing of a side."""
+        """Raises InvalidRequestError if a side of the picture is so short that resizing would leave no pixel of it."""
         if max(height, width) > self._longest * min(height, width):
             raise InvalidRequestError(
                 f"a picture has {width} x {height} pixels, and is too flat for the {self._longest} pixels of a side "
@@ -418,7 +418,7 @@ def _internvl_parts(files: VisionFiles, dtype: torch.dtype) -> tuple[Any, Any, A
 
 
 class QwenVision(_Half):
-    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: a picture is seen whole, and its tokens turn by row and column."""
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: a picture is not cut, and its tokens are rotated by row and column."""
 
     def __init__(self, files: VisionFiles, dtype: torch.dtype, spec: DecoderSpec, max_tokens: int) -> None:
         with loading(files):

@@ -2,7 +2,7 @@
 that llama.cpp's converter made to tensors are undone.
 
 The facts come from llama.cpp's converter and its `src/models`. A key or a tensor that is unknown here may change what a
-model computes, so it is refused by its name.
+model computes, so the model is refused, and the error names the key or the tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_MATTER = frozenset(
     "attention.key_length_swa attention.value_length_swa attention.max_alibi_bias attention.causal "
     "use_parallel_residual pooling_type".split()
 )
-"""Keys below the architecture's name that change nothing here: sizes that the tensors show, and notes."""
+"""Keys of architectures that change nothing here: sizes that the tensors show, and notes."""
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _PLAIN_NAMES: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
@@ -52,7 +52,7 @@ _EXPERTS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-"""The same for experts. If a tensor holds all experts of a layer, [experts, ...], {} is the expert's number."""
+"""The same for experts. {} is an expert's number: one tensor [experts, ...] holds this weight of all experts."""
 _MIXTRAL = {
     name: place.replace("mlp", "block_sparse_moe").replace(old, new)
     for (name, place), (old, new) in zip(
@@ -77,7 +77,7 @@ Order = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Keys:
-    """A file's metadata below the architecture's name, and the keys that were read."""
+    """The metadata of a file's architecture, and which of its keys were read."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._prefix = f"{architecture}."
@@ -133,7 +133,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One value of `general.architecture`."""
+    """The facts of one value of `general.architecture`."""
 
     family: str
     """`model_type` of configs."""
@@ -142,9 +142,10 @@ class Architecture:
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of a layer's tensors that differ from llama's."""
     turned_heads: bool = False
-    """Whether rows of queries and keys were reordered: pairs of elements that turn together lie side by side."""
+    """Whether the converter reordered rows of queries and keys, so that elements that rotate together are
+    neighbours."""
     norms_plus_one: bool = False
-    """Whether one was added to the weights of norms."""
+    """Whether the converter added 1 to the weights of norms."""
 
 
 def _windows(keys: Keys, pattern: int) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def _windows(keys: Keys, pattern: int) -> dict[str, Any]:
 
 
 def _gemma(keys: Keys, wide: int) -> dict[str, Any]:
-    """`wide`: the number of layers of the one model whose scores are scaled by the hidden size per head."""
+    """`wide`: the number of layers by which to find the one model that scales scores by hidden size per head."""
     heads, dim = keys.count("attention.head_count"), keys.count("attention.key_length", 256)
     share = keys.count("embedding_length") // heads
     return {
@@ -227,8 +228,7 @@ def _cohere2(keys: Keys) -> dict[str, Any]:
 
 
 def _chosen(keys: Keys, number: str, softmax: int = 1) -> dict[str, Any]:
-    """Return two fields: the number of experts, named `number`, and the number of experts that a row chooses.
-
+    """Return two fields: the number of experts, named `number`, and the number of experts that are chosen for a token.
     `softmax`: llama.cpp's number of the function that makes weights from scores; no other function is accepted.
     """
     if keys.word("expert_weights_norm", "True") != "True" or keys.real("expert_weights_scale", 1.0) not in (0.0, 1.0):
@@ -354,13 +354,13 @@ def _expect_turned(keys: Keys, head_dim: int) -> None:
 
 
 def _rope(keys: Keys, fields: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
-    """Return `rope_parameters`. Factors of angles are in one tensor for any length (Llama 3), or in two (Phi 3)."""
+    """Return `rope_parameters`. Factors of angles are in one tensor for all lengths (Llama 3), or in two (Phi 3)."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base", 10_000.0)}
     kind = keys.word("rope.scaling.type", "none")
     factors = [_factors(tensors[name], fields) for name in _ROPE_TENSORS if name in tensors]
     if factors:
         for name in ("rope.scaling.factor", "rope.scaling.original_context_length"):
-            keys.has(name)  # the converter made the factors from it
+            keys.has(name)  # counts as read: the converter made the factors from it
         original = fields.get("original_max_position_embeddings", fields["max_position_embeddings"])
         return {
             **rope,

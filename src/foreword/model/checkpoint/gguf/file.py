@@ -8,8 +8,9 @@
 Files come from strangers. Each count is compared with the bytes that are left before memory of its size is taken, so a
 wrong count costs neither memory nor time. Every fault is an UnsoundGgufError that says where it is.
 
-A block of values lies within one row. `d` and `m` are its scale and offset in float16, `q` are codes. The facts come
-from gguf-py's `quants.py`; tests compare every type with it, value by value.
+A block of values lies within one row. `d` and `m` are its scale and offset in float16, `q` are codes. The function of
+each type says in which order a block has these, and what a value is. The facts come from gguf-py's `quants.py`. Tests
+compare every type with gguf-py, value by value.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ MOST_DIMENSIONS, LONGEST_NAME, DEEPEST = 4, 1 << 12, 4
 MOST_SPLITS = 1000
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
-"""Number of a type -> numpy's name of the type. Other types are 7, a truth value of one byte, 8, a text, 9, an
-array."""
+"""Number of a type -> numpy's name of the type. Three types have no such name: 7 is a boolean of one byte, 8 is a text,
+9 is an array."""
 
 
 def read_bytes(path: Path, start: int, into: Bytes) -> None:
@@ -76,13 +77,13 @@ class GgufTensor:
         return self.shape[-1] // self.blocks.num_values * self.blocks.num_bytes
 
     def rows(self, first: int, end: int) -> Bytes:
-        """The bytes [rows, bytes of a row] of some rows, read from the file. Raises OSError."""
+        """Read the bytes [rows, bytes of a row] of the rows first <= i < end from the file. Raises OSError."""
         data = np.empty((end - first, self.row_bytes), np.uint8)
         read_bytes(self.path, self.start + first * self.row_bytes, data.reshape(-1))
         return data
 
     def values(self, first: int = 0, end: int | None = None) -> Floats:
-        """The values [rows, length of a row] of some rows in float32. Raises OSError."""
+        """Read the values [rows, length of a row] of the rows first <= i < end in float32. Raises OSError."""
         rows = self.rows(first, self.num_rows if end is None else end)
         return self.blocks.expand(rows.reshape(-1, self.blocks.num_bytes)).reshape(-1, self.shape[-1])
 
@@ -116,7 +117,7 @@ class _Cursor:
         return self.take(length, what).decode("utf-8", "replace")
 
     def _texts(self, count: int, what: str) -> _Texts:
-        """Pass over `count` texts."""
+        """Return where the next `count` texts are, without reading them."""
         start, last, length_at = self.at, len(self._data) - 8, struct.Struct("<Q").unpack_from
         for _ in range(count):
             if self.at > last:
@@ -162,11 +163,11 @@ class _Texts:
     count: int
 
     def read(self) -> list[str]:
-        """Raises OSError, or UnsoundGgufError if the file has changed."""
+        """Read the texts. Raises OSError, or UnsoundGgufError if the file has changed."""
         data = np.empty(self.num_bytes, np.uint8)
         read_bytes(self.path, self.start, data)
         content, at, texts, length_at = data.tobytes(), 0, [], struct.Struct("<Q").unpack_from
-        for _ in range(self.count):  # in less time than by a cursor, because vocabularies have 300,000 texts
+        for _ in range(self.count):  # faster than a cursor: vocabularies have up to 300,000 texts
             end = at + 8 + (length_at(content, at)[0] if at <= len(content) - 8 else 0)
             if end > len(content):
                 raise UnsoundGgufError(f"{self.path.name} has changed while it was read; start again")
@@ -176,7 +177,7 @@ class _Texts:
 
 
 class _Metadata(Mapping[str, Any]):
-    """Values by their keys. Arrays of texts are read at each look-up: few need the 300,000 texts of a vocabulary."""
+    """Values by their keys. Arrays of texts are read at each look-up: few callers need a vocabulary's 300,000 texts."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -196,7 +197,7 @@ class _Metadata(Mapping[str, Any]):
 
 
 def stamp_of(status: os.stat_result) -> list[int]:
-    """Numbers that change with a file."""
+    """Numbers about a file, of which some change whenever the file changes."""
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
 
 
@@ -204,7 +205,7 @@ class GgufFile:
     """One file: its metadata, and where its tensors lie."""
 
     def __init__(self, path: Path) -> None:
-        """Read everything but the tensors' data. Raises UnsoundGgufError, or ModelLoadError for a type of blocks."""
+        """Read everything but the tensors' data. Raises UnsoundGgufError, or ModelLoadError for unknown blocks."""
         self.path = path
         try:
             with path.open("rb") as file:
@@ -219,7 +220,7 @@ class GgufFile:
             self._read(_Cursor(data, path))
 
     def count(self, key: str, default: int) -> int:
-        """A whole number of the metadata. Raises UnsoundGgufError for another value."""
+        """An integer of the metadata. Raises UnsoundGgufError for a value of another type."""
         value = self.metadata.get(key, default)
         if type(value) is not int:
             raise UnsoundGgufError(f"{self.path.name} has {key}={value!r:.60}, which is not a count; download it again")
@@ -326,12 +327,12 @@ class Blocks:
     """A type of blocks, such as Q4_K."""
 
     num_values: int
-    """Values of a block."""
+    """The number of values in a block."""
     num_bytes: int
-    """Bytes of a block."""
+    """The number of bytes of a block."""
     kind: CodeFormat
     split: Callable[[Bytes], Codes]
-    """Blocks [count, num_bytes] -> their codes, with one output for each block."""
+    """Turns blocks [count, num_bytes] into codes, in which each block is one output."""
 
     @property
     def name(self) -> str:
@@ -353,7 +354,7 @@ class Blocks:
 
 
 def _halves(blocks: Bytes, *places: int) -> npt.NDArray[np.uint16]:
-    """The bits of the float16 numbers at the bytes `places` of each block, [count, 1, places]."""
+    """The bits of the float16 numbers that begin at the bytes `places` of each block, [count, 1, places]."""
     halves = [np.ascontiguousarray(blocks[:, at : at + 2]).view(np.uint16) for at in places]
     return np.concatenate(halves, axis=1)[:, None]
 
@@ -369,32 +370,32 @@ def _bits(packed: Bytes) -> Bytes:
 
 
 def _whole(b: Bytes) -> Codes:
-    """Values of 16 bits, which are their own codes."""
+    """Values of 16 bits: each value is its own code."""
     return Codes(np.ascontiguousarray(b).view(np.uint16), None)
 
 
 def _q4_0(b: Bytes) -> Codes:
-    """d; 16 bytes: code i in the low half, code i + 16 in the high half. d (q - 8), or d table[q]."""
+    """d; 16 bytes: code i in the low half, code i + 16 in the high half. A value is d (q - 8), or d table[q]."""
     return Codes(_nibbles(b[:, 2:]), _halves(b, 0))
 
 
 def _q4_1(b: Bytes) -> Codes:
-    """d, m; codes as Q4_0. d q + m."""
+    """d, m; codes as Q4_0. A value is d q + m."""
     return Codes(_nibbles(b[:, 4:]), _halves(b, 0, 2))
 
 
 def _q5_0(b: Bytes) -> Codes:
-    """d; 32 fifth bits; codes as Q4_0. d (q - 16)."""
+    """d; 32 fifth bits; codes as Q4_0. A value is d (q - 16)."""
     return Codes(_nibbles(b[:, 6:]) | (_bits(b[:, 2:6]) << 4), _halves(b, 0))
 
 
 def _q5_1(b: Bytes) -> Codes:
-    """d, m; 32 fifth bits; codes as Q4_0. d q + m."""
+    """d, m; 32 fifth bits; codes as Q4_0. A value is d q + m."""
     return Codes(_nibbles(b[:, 8:]) | (_bits(b[:, 4:8]) << 4), _halves(b, 0, 2))
 
 
 def _q8_0(b: Bytes) -> Codes:
-    """d; 32 signed bytes."""
+    """d; 32 signed bytes as codes. A value is d q."""
     return Codes(b[:, 2:], _halves(b, 0))
 
 
@@ -408,18 +409,18 @@ def _quarters(packed: Bytes) -> Bytes:
 def _with_minima(
     codes: npt.NDArray[Any], halves: npt.NDArray[np.uint16], scales: npt.NDArray[Any], minima: npt.NDArray[Any]
 ) -> Codes:
-    """d s q - dmin m; the offset is stored as (-dmin) m."""
+    """A value is d s q - dmin m. The offset becomes (-dmin) m."""
     halves[..., 1] ^= _SIGN
     return Codes(codes, halves, np.stack((scales, minima), axis=-1).view(np.int8))
 
 
 def _q2_k(b: Bytes) -> Codes:
-    """16 bytes of scale (low) and offset (high), one per 16 values; codes of two bits; d, dmin."""
+    """16 bytes, one per 16 values, with a scale (low half) and an offset (high half); codes of two bits; d, dmin."""
     return _with_minima(_quarters(b[:, 16:80]), _halves(b, 80, 82), b[:, :16] & 15, b[:, :16] >> 4)
 
 
 def _q3_k(b: Bytes) -> Codes:
-    """256 third bits; codes of two bits; 16 scales of six bits; d. d (s - 32) (q - 4)."""
+    """256 third bits; codes of two bits; 16 scales of six bits; d. A value is d (s - 32) (q - 4)."""
     third = (b[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(-1, 256)
     low, high = _nibbles(b[:, 96:104]), b[:, None, 104:108] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
     scales = (low | high.reshape(-1, 16) << 4).view(np.int8) - 32
@@ -444,13 +445,13 @@ def _q4_k(b: Bytes) -> Codes:
 
 
 def _q5_k(b: Bytes) -> Codes:
-    """As Q4_K with 256 fifth bits before the codes: bit j of byte l belongs to value l of part j."""
+    """As Q4_K with 256 fifth bits before the codes: bit j of byte l belongs to value l of the j-th 32 values."""
     fifth = (b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(-1, 256)
     return _with_minima(_pairs(b[:, 48:]) | fifth << 4, _halves(b, 0, 2), *_six_bits(b[:, 4:16]))
 
 
 def _q6_k(b: Bytes) -> Codes:
-    """Low four bits, then high two; 16 signed scales, one per 16 values; d. d s (q - 32)."""
+    """Low four bits, then the high two; 16 signed scales, one per 16 values; d. A value is d s (q - 32)."""
     halves = b[:, :128].reshape(-1, 2, 2, 32)
     low = np.stack((halves & 15, halves >> 4), axis=2).reshape(-1, 256)
     high = (b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).reshape(-1, 256)
@@ -467,7 +468,7 @@ def _iq4_xs(b: Bytes) -> Codes:
 
 
 def _mxfp4(b: Bytes) -> Codes:
-    """An exponent e; codes as Q4_0 of four-bit floats. 2^(e - 128) times twice the float."""
+    """An exponent e; codes in the order of Q4_0, of four-bit floats. A value is 2^(e - 128) times twice the float."""
     return Codes(_nibbles(b[:, 1:]), b[:, :1, None])
 
 

@@ -1,11 +1,11 @@
 """tokenizer.json from a GGUF file's metadata, for the `tokenizers` library.
 
-A file does not say how its byte-level vocabulary splits texts: it names the way (`tokenizer.ggml.pre`, in llama.cpp's
-words). A name that was not compared with the original here is refused, since a wrong split silently gives wrong
-answers.
+A file does not say how texts are split before its byte-level vocabulary is used. It only has llama.cpp's name of the
+split (`tokenizer.ggml.pre`). A name whose split was not compared with the original tokenizer is refused, because a
+wrong split silently gives wrong answers.
 
     gpt2     byte-level BPE (arXiv 1508.07909): merges are in the file
-    llama    SentencePiece's BPE: which pieces merge follows from the scores, and other bytes become pieces of their own
+    llama    SentencePiece's BPE: scores decide which pieces merge, and each other byte becomes a piece
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def _bpe(ids: Mapping[str, int], merges: list[list[str]]) -> Json:
 
 
 def _pieces(words: _Vocabulary) -> Json:
-    """SentencePiece's parts: spaces become visible, and pairs that make pieces of better scores merge first."""
+    """Parts for SentencePiece's BPE: a space becomes "▁", and pairs that make pieces of better scores merge first."""
     scores = words.numbers("scores")
     if scores is None or len(scores) != len(words.tokens):
         raise UnsupportedModelError("the GGUF file's tokenizer has no score for each token; name one with --tokenizer")

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 FORM = 2
-"""The version of the folders. It is raised when the same file gives another folder."""
+"""The version of the folders. A change of the code that makes another folder from the same file raises it."""
 UNUSED_S = 86_400.0
 """Seconds without use after which a folder may be removed."""
 
@@ -163,9 +163,10 @@ def _written(content: Mapping[str, Any], files: Sequence[GgufFile], parent: Path
 
 
 def unfolded(options: ModelConfig) -> ModelConfig:
-    """Return options that load a local folder, if a GGUF file or a checkpoint of the hub is named; else the same.
+    """Return options that load a local folder, if a GGUF file or a checkpoint of the hub is named.
 
-    Raises ConfigError, UnsoundGgufError, ModelLoadError or UnsupportedModelError.
+    Other options are returned as they are. Raises ConfigError, UnsoundGgufError, ModelLoadError or
+    UnsupportedModelError.
     """
     fetched = find_folder(options.model, options.revision)
     if fetched is not None:
@@ -253,7 +254,7 @@ class LocalModel:
 
 
 def local_models() -> list[LocalModel]:
-    """All such models on this machine, sorted by name."""
+    """All models of Ollama, LM Studio and Python packages on this machine, sorted by name."""
     models = list(_ollama(ollama_folder()))
     for root in ("~/.lmstudio/models", "~/.cache/lm-studio/models"):
         models += _lm_studio(Path(root).expanduser())
