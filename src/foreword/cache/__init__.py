@@ -9,7 +9,7 @@ To learn how prefix caching works, read in this order:
     keys/hashing.py                            what identifies a block
     blocks/block_pool.py, eviction/policy.py   who holds a block, and which free one is given away next
     index/hash_index.py, index/radix.py        which block holds which prefix
-    groups/managers.py, groups/coordinator.py  what each type of attention needs of it
+    groups/managers.py, groups/coordinator.py  which blocks of a prefix each type of attention needs
     manager.py                                 the life of one request
 """
 

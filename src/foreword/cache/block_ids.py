@@ -1,4 +1,4 @@
-"""Arrays of block ids: blocks are numbers, and functions take many at a time."""
+"""Arrays of block ids. A block is a number, and each function takes many blocks in one call."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ ELSEWHERE = -2
 
 
 def without_null(entries: BlockIds) -> BlockIds:
-    """The blocks among table entries (a copy)."""
+    """A new array of the table entries that are not NULL_BLOCK."""
     block_ids: BlockIds = entries[entries != NULL_BLOCK]
     return block_ids
 
 
 def are_distinct(numbers: BlockIds | Int64Array) -> bool:
-    """Whether no number is there twice. Sorting takes a tenth of the time of `np.unique`."""
+    """Whether each number occurs only once. Sorting takes a tenth of the time of `np.unique`."""
     in_order = np.sort(numbers)
     return bool((in_order[1:] != in_order[:-1]).all())
 
 
 def as_block_ids(block_ids: Iterable[int], num_blocks: int) -> BlockIds:
-    """The distinct blocks among table entries, in order. Entries below 0 stand for no block.
+    """The distinct blocks of these table entries, in the order of the entries. Entries below 0 stand for no block.
 
     Raises AllocationError for an id that is not in the pool.
     """
@@ -43,7 +43,7 @@ def as_block_ids(block_ids: Iterable[int], num_blocks: int) -> BlockIds:
 
 
 def elsewhere(table: BlockIds) -> BlockIds:
-    """The numbers of a table's blocks that are not in the pool, ascending."""
+    """The positions in a table at which the entry is ELSEWHERE, ascending."""
     return np.flatnonzero(table == ELSEWHERE).astype(np.int32)
 
 

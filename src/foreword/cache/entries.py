@@ -1,7 +1,7 @@
 """Cache entries: prefixes that their owners asked to keep for a time.
 
-An entry is soft: its blocks are evicted after all others, within a budget, and go when running requests need every
-block.
+An entry is soft: its blocks, as far as the budget covers them, are evicted after all other blocks. They are evicted
+when running requests need every block.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class EntryWish:
 
     until: float
     owner: str | None = None
-    """The owner whose budget it uses; None: only the budget that all owners share."""
+    """The owner whose budget the entry uses. None: the entry uses only the budget that all owners share."""
     source: str = PIN
-    """Who asked, such as "breakpoint" or "resource"; entries of different sources live and end apart."""
+    """What asked for the entry, such as "breakpoint" or "resource". Entries of different sources are independent."""
     name: str | None = None
-    """Its name; None: the same prefix of the same owner and source is the same entry."""
+    """The entry's name. None: wishes with the same prefix, owner and source share one entry."""
     refresh_s: float | None = None
-    """A request that begins with the whole entry keeps it for these seconds from then on; None: it does not."""
+    """Seconds for which the entry stays after a request that begins with all of it; None: no request prolongs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,18 @@ class CacheEntry:
     owner: str | None
     source: str
     num_tokens: int
-    """Tokens of the prefix that was to be kept."""
+    """The number of tokens in the prefix that the owner asked to keep."""
     num_whole_tokens: int
-    """Tokens in its whole blocks."""
+    """The number of these tokens that are in whole blocks."""
     num_kept_tokens: int
-    """Tokens from its beginning that are kept: fewer if the budget did not cover it, or if blocks were needed."""
+    """The number of leading tokens that are kept; it is lower if the budget was too small or blocks were evicted."""
     until: float
     refresh_s: float | None = None
-    """Seconds for which a use keeps it from then on; None: a use does not prolong it."""
+    """Seconds for which the entry stays after each use; None: a use does not prolong it."""
     last_key: BlockHash | None = None
     """The key of its last whole block; None if it has no whole block."""
     lacks_budget: bool = False
-    """Whether blocks are cached but no block is kept, because a budget is used up."""
+    """Whether no block is kept because a budget, or the allowed number of entries, is used up."""
 
     @property
     def is_whole(self) -> bool:
@@ -75,7 +75,7 @@ class _Entry:
 
 
 MAX_ENTRIES, MAX_ENTRIES_BY_OWNER = 16_384, 4_096
-"""The most entries, in all and of one owner: a budget does not limit entries that share their kept blocks."""
+"""The most entries, in all and of one owner. Budgets do not limit the number: many entries may keep the same blocks."""
 
 
 class EntryKeeper:
@@ -83,11 +83,11 @@ class EntryKeeper:
 
     def __init__(self, coordinator: KVCacheCoordinator, policy: EvictionPolicy, block_size: int) -> None:
         self.block_size = block_size
-        """Tokens per block of the sequences that it serves."""
+        """The number of tokens in a block of a `TokenSequence`."""
         self._coordinator, self._pool = coordinator, coordinator.pool
         self._pins = policy if isinstance(policy, PinnedPolicy) else None
         self._policy = policy.inner if isinstance(policy, PinnedPolicy) else policy
-        """The order of blocks without pins."""
+        """The policy that orders the blocks without pins."""
         self._entries: dict[str, _Entry] = {}
 
     @property
@@ -102,9 +102,9 @@ class EntryKeeper:
     def keep_prefix(self, sequence: TokenSequence, wish: EntryWish, now: float) -> CacheEntry:
         """Make an entry of a sequence's cached blocks, or add the blocks to the entry that the wish names.
 
-        The end of an entry never moves earlier. Of several wishes for one entry, the longest `refresh_s` counts. If the
-        budget covers fewer tokens than are cached, the head of the prefix is kept first. A tail is kept too, and then
-        treated like a full block. Raises ConfigError without a PinnedPolicy.
+        A wish never moves the end of an entry earlier. Of several wishes for one entry, the longest `refresh_s` counts.
+        If the budget covers fewer tokens than are cached, the head of the prefix is kept first. A tail is kept too; the
+        policy treats a kept tail like a full block. Raises ConfigError without a PinnedPolicy.
         """
         pins = self._checked_pins()
         self.expire_pins(now)
@@ -146,14 +146,14 @@ class EntryKeeper:
         return num_entries < MAX_ENTRIES_BY_OWNER
 
     def set_entry_end(self, name: str, until: float, now: float) -> None:
-        """Move the end of an entry, earlier or later. Does nothing if there is no such entry (any more)."""
+        """Move the end of an entry, earlier or later. Does nothing if no entry has this name."""
         if self._pins is not None:
             self._pins.set_end(name, until, now)
         if until <= now:
             self._entries.pop(name, None)
 
     def drop_entry(self, name: str) -> None:
-        """End an entry. Blocks that another entry keeps stay kept. Does nothing if there is no such entry."""
+        """End an entry. Blocks that another entry keeps stay kept. Does nothing if no entry has this name."""
         if self._pins is not None:
             self._pins.unpin(name)
         self._entries.pop(name, None)
@@ -166,7 +166,7 @@ class EntryKeeper:
     def entries(self, *, count_kept: bool = True) -> list[CacheEntry]:
         """All entries, the oldest first, including those that lost their blocks.
 
-        To count the kept tokens, it reads the ids of all their blocks; without `count_kept`, `num_kept_tokens` is 0.
+        Counting the kept tokens reads the ids of all kept blocks. Without `count_kept`, `num_kept_tokens` is 0.
         """
         return [self._entry(name, entry, count_kept=count_kept) for name, entry in self._entries.items()]
 

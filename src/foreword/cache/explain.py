@@ -16,7 +16,7 @@ from foreword.cache.index.prefix_index import Divergence, PrefixHit
 from foreword.cache.keys.sequence import TokenSequence
 
 MAX_CONTINUATION_TOKENS = 16
-"""Tokens of each continuation that are shown after a divergence."""
+"""The number of tokens to show of each continuation after a divergence."""
 
 
 COMPUTED_ELSEWHERE_IF_AT_ALL = (
@@ -25,7 +25,7 @@ COMPUTED_ELSEWHERE_IF_AT_ALL = (
     MissReason.ADAPTER_DIFFERS,
     MissReason.MEDIA_DIFFERS,
 )
-"""Reasons that say that no block has the missing key: another request may be computing that block right now."""
+"""Reasons that say that no block has the missing key. Another request may be computing a block with this key now."""
 MAY_LIE_BELOW = (*COMPUTED_ELSEWHERE_IF_AT_ALL, MissReason.STATE_NOT_SAVED, MissReason.EVICTED)
 
 
@@ -56,20 +56,22 @@ class LookupExplanation:
     """The result of one lookup, and the reason why it found no more."""
 
     num_tokens: int
-    """Length of the sequence that was looked up."""
+    """The number of tokens in the sequence that was looked up."""
     num_hit_tokens: int
     reason: MissReason | None
     """Why the tokens after the hit have to be computed. None if only the last token is left: it is always computed."""
     eviction: Eviction | None = None
-    """The eviction of the first missing block, if it was evicted."""
+    """When and why the first missing block was evicted; None if it was not evicted."""
     divergence: Divergence | None = None
     """Where the tokens leave all cached sequences. None if they do not, or if the index cannot tell."""
     num_ghost_tokens: int = 0
-    """Tokens right after the hit that a pool with twice the blocks would still have held."""
+    """The number of tokens right after the hit that a pool with twice the blocks would still have held."""
     num_filling_tokens: int = 0
-    """Tokens right after the hit in a block that the same step computes: in a step, only whole blocks are shared."""
+    """The number of tokens right after the hit that are in a block which the same step computes.
+
+    They are not hits, because requests of one step share only whole blocks."""
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of the hit that were loaded while the request waited, by tier."""
+    """Tier -> the number of the hit's tokens that were loaded from this tier while the request waited."""
     load_failure: LoadFailure | None = None
     """Why the request waited for a tier in vain; None if it did not."""
 

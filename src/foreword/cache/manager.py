@@ -11,20 +11,20 @@ One request's life, as in vLLM v1:
     free(request_id)                               blocks leave the request, but stay cached
     close_session(session)                         blocks that only this session's requests used are evicted first
 
-`allocate_slots` is `admit` and `grow` by request id, for callers that keep no rows. entries.py has pins. Blocks can
-also be filled from elsewhere, or copied to there, while no request holds them:
+`allocate_slots` is `admit` and `grow` by request id, for callers that do not keep the numbers of rows. Pins are in
+entries.py. Blocks can also be copied into the pool, or out of the pool, while no request holds them:
 
-    tables = find_hit_with(sequence, keys)         the hit as if blocks with these keys were in the pool (ELSEWHERE)
+    tables = find_hit_with(sequence, keys)         the hit as if the pool also had blocks with these keys (ELSEWHERE)
     hold_blocks(...), take_blocks(count)           hold the blocks that the pool has; take blocks for the others
     ... somebody fills the taken blocks ...
     adopt(group, sequence, first, block_ids)       now lookups find the filled blocks
     release_blocks(...)                            the blocks are cached like any others
 
-A taken block is not indexed, so no lookup finds it before it is adopted. A block that stays empty is only released.
+A taken block is not indexed, so no lookup finds it before `adopt`. A taken block that nobody fills is released without
+`adopt`.
 
-The blocks that a step will fill are indexed when their slots are allocated, before the step runs, so
-that later members of the same batch already hit them: every layer writes the KV of the whole batch
-before it reads any.
+The blocks that a step will fill are indexed when their slots are allocated, before the step runs. So later requests of
+the same batch already hit them. This is safe: every layer writes the KV of the whole batch before it reads any KV.
 """
 
 from __future__ import annotations
@@ -75,13 +75,14 @@ class BlockState(enum.IntEnum):
 class KVCacheManager(EntryKeeper):
     """Gives blocks to requests and finds the blocks that earlier requests left behind.
 
-    Without `groups` all layers attend to everything: one table per request, blocks of `block_size`
-    tokens (default 16), any `index` (default HashIndex). With `groups` a request has one table per
-    group; `block_size` is then the block size of the sequences, and divides every group's block size (default: their
-    greatest common divisor). An `eviction_policy` that is a PinnedPolicy lets prefixes be pinned. With a `ledger` every
-    lookup can explain itself; the ledger needs keys of blocks, and the radix index does not. `deduplicate` keeps
-    one copy of equal blocks (one full group only): tables are then not append-only, and change in `begin_step`. Raises
-    ConfigError for options that do not fit together.
+    Without `groups`, all layers attend to all positions. A request then has one table, a block has `block_size` tokens
+    (default 16), and any `index` is possible (default HashIndex). With `groups`, a request has one table per group.
+    Then `block_size` is the block size of the sequences, which divides every group's block size (default: the greatest
+    common divisor of the groups' block sizes).
+
+    Prefixes can be pinned if `eviction_policy` is a PinnedPolicy. With a `ledger`, `explain` says why a lookup missed;
+    the ledger needs the keys of blocks, even with a radix index. `deduplicate` keeps one copy of equal blocks, and
+    needs one full group; tables then change in `begin_step`. Raises ConfigError for options that do not fit together.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class KVCacheManager(EntryKeeper):
         super().__init__(coordinator, policy, block_size)
         self.groups, self.num_blocks = coordinator.specs, num_blocks
         self._row_of: dict[str, int] = {}
-        """Request id -> row in the tables of all groups, of the requests that hold blocks."""
+        """Request id -> row in the tables of all groups, for each request that holds blocks."""
         self._not_looked_up = replace(coordinator.nothing, skipped=True)
         self.below: Below | None = None
         """Says, for explanations, why the tiers below the pool lack a block; None: there are no tiers."""
@@ -130,11 +131,11 @@ class KVCacheManager(EntryKeeper):
         self._num_slots: Int64Array = np.zeros(16, np.int64)
         """Row -> number of tokens that the row has room for."""
         self._quiet_until: Int64Array = np.zeros(16, np.int64)
-        """Row -> number of tokens to which it can grow without taking, releasing or filling a block."""
+        """Row -> number of tokens up to which the row can grow without taking, releasing or filling a block."""
         self._uncomputed_from: dict[int, int] = {}
         """Row -> number of computed tokens, if a step failed and left fewer than the row has room for."""
         self._copied: dict[int, tuple[int, int]] = {}
-        """Row that began with a copy -> tokens in shared blocks, and tokens in shared and copied blocks together."""
+        """Row that began with a copy -> number of tokens in shared blocks, and number in shared and copied blocks."""
         self._copies: list[tuple[int, int]] = []
         self._held_apart: BlockIds = np.zeros(num_blocks, np.int32)
         """Block -> number of its holders that are not requests."""
@@ -144,11 +145,11 @@ class KVCacheManager(EntryKeeper):
     # -------------------------------------------------------------------- step
 
     def begin_step(self) -> None:
-        """Begin a new batch; all blocks that were allocated earlier have been computed."""
+        """Begin a new batch. From now on, all blocks that were allocated earlier count as computed."""
         self._coordinator.begin_step()
 
     def take_copies(self) -> BlockIds:
-        """Return the blocks to copy before the step writes anything, [copies, (source, target)], and forget them."""
+        """Return the copies to make before the step writes anything, [copies, (source, target)], and forget them."""
         copies = np.array(self._copies, np.int32).reshape(-1, 2)
         self._copies.clear()
         return copies
@@ -160,7 +161,7 @@ class KVCacheManager(EntryKeeper):
     ) -> PrefixHit:
         """The longest cached prefix of `sequence`. Changes nothing, counts nothing.
 
-        `resumed` and `forked` decide how the lookup is counted if the request is admitted (stats.py).
+        `resumed` and `forked` decide how the lookup is counted if the request is admitted (`PrefixCacheStats`).
         """
         if skip_reading:
             hit = self._not_looked_up
@@ -169,7 +170,7 @@ class KVCacheManager(EntryKeeper):
         return replace(hit, resumed=resumed, forked=forked) if resumed or forked else hit
 
     def explain(self, sequence: TokenSequence, hit: PrefixHit | None = None) -> LookupExplanation:
-        """Say why the tokens of `sequence` after `hit` were not found. `hit` is None: after the hit of the next step.
+        """Say why the tokens of `sequence` after `hit` were not found. None: the hit that the next step would find.
 
         Changes nothing. Call this before the sequence is admitted; afterwards a lookup finds the sequence's own blocks.
         Raises ConfigError without a ledger.
@@ -189,7 +190,7 @@ class KVCacheManager(EntryKeeper):
     # -------------------------------------------------------------- allocation
 
     def allocate_slots(self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None = None) -> BlockIds | None:
-        """`admit` a request the first time, `grow` its row later. Returns the new blocks; None if blocks are short."""
+        """`admit` a request the first time, `grow` its row later. Returns the new blocks; None if too few are free."""
         row = self._row_of.get(sequence.request_id)
         if row is None:
             admitted = self._admit(sequence, num_tokens, hit, ())
@@ -205,11 +206,12 @@ class KVCacheManager(EntryKeeper):
         *,
         save_states_at: Sequence[int] = (),
     ) -> int | None:
-        """Let a request hold the blocks of its `hit` (None: nothing was looked up), and room for `num_tokens` tokens.
+        """Give a request the blocks of its `hit` (None: nothing was looked up), and room for `num_tokens` tokens.
 
-        Returns the request's row in the tables, valid until the request is freed; None, and no change, if blocks are
-        short. Blocks that these tokens fill are indexed at once. For `save_states_at`, see the method of that name.
-        Raises AllocationError, and changes nothing, for fewer tokens than the hit has, or if the id holds blocks.
+        Returns the request's row in the tables, valid until the request is freed. Returns None, and changes nothing, if
+        too few blocks are free. Blocks that these tokens fill are indexed at once. For `save_states_at`, see the method
+        of that name. Raises AllocationError, and changes nothing, for fewer tokens than the hit has, or if the request
+        holds blocks already.
         """
         if sequence.request_id in self._row_of:
             raise AllocationError(
@@ -220,11 +222,11 @@ class KVCacheManager(EntryKeeper):
         return None if admitted is None else admitted[0]
 
     def grow(self, row: int, num_tokens: int) -> BlockIds | None:
-        """Make room for the first `num_tokens` tokens of a held request; None, and no change, if blocks are short.
+        """Make room for the first `num_tokens` tokens of a held request; returns the new blocks, group by group.
 
-        The tokens that earlier calls made room for count as computed; blocks that are no longer needed are released.
-        Returns the newly taken blocks, group by group. Blocks that these tokens fill are indexed at once. Raises
-        AllocationError, and changes nothing, for fewer tokens than there is room for already.
+        Returns None, and changes nothing, if too few blocks are free. The tokens that earlier calls made room for count
+        as computed. Blocks that are no longer needed are released. Blocks that these tokens fill are indexed at once.
+        Raises AllocationError, and changes nothing, for fewer tokens than the row has room for already.
         """
         if num_tokens < self._num_slots[row]:
             self._refuse_to_shrink(np.array([row]), np.array([num_tokens]))
@@ -239,22 +241,22 @@ class KVCacheManager(EntryKeeper):
     def _admit(
         self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None, save_states_at: Sequence[int]
     ) -> tuple[int, BlockIds] | None:
-        """Admit a request that holds nothing. Returns its row and the new blocks; None if blocks are short."""
+        """Admit a request that holds nothing. Returns its row and the new blocks; None if too few blocks are free."""
         hit = hit if hit is not None else self._not_looked_up
         if num_tokens < max(1, hit.num_tokens):
             raise AllocationError(
                 f"num_tokens={num_tokens} is less than the {max(1, hit.num_tokens)} tokens that request "
                 f"{sequence.request_id!r} needs room for; count its hit, and at least one token"
             )
-        explanation = self.explain(sequence, hit) if self.ledger is not None else None  # sees what admission evicts
+        explanation = self.explain(sequence, hit) if self.ledger is not None else None  # before blocks are evicted
         num_tail_tokens = self._num_tail_tokens(hit)
-        sessions = self._sessions() if sequence.session is not None else None  # it sees which blocks are taken
+        sessions = self._sessions() if sequence.session is not None else None  # before blocks are taken
         admitted = self._coordinator.admit(hit, num_tokens)
         if admitted is None:
             return None
         row, new_ids = admitted
         if hit.partial is not None:
-            # Its source need not be held: even if this step gives it to someone else, it is copied first.
+            # The source need not be held: even if this step gives it to another request, it is copied first.
             self._copies.append((hit.partial.block_id, int(new_ids[0])))
             self._pool.refresh(hit.partial.block_id)
             self._copied[row] = hit.num_shared_tokens, hit.num_tokens
@@ -276,13 +278,13 @@ class KVCacheManager(EntryKeeper):
         return admitted
 
     def allocate_running_slots(self, rows: Int64Array, num_tokens: Int64Array) -> int:
-        """`grow` for many distinct rows, in their order, up to the first that is short of blocks.
+        """`grow` for many distinct rows, in their order, up to the first row for which too few blocks are free.
 
-        Row `rows[i]` gets room for `num_tokens[i]` tokens: no fewer than it has room for, and at most one more than its
-        sequence has, for a token that is expected. Returns n if the first n rows were served; the other rows are
-        unchanged. Blocks, counts and index are the same as after single calls, but one comparison finds the rows that
-        begin or fill a block, and the other rows cost nothing more. Raises AllocationError, and changes nothing, if a
-        row is to get fewer tokens than it has room for.
+        Row `rows[i]` gets room for `num_tokens[i]` tokens: at most one more than its sequence has, for a token that is
+        not known yet. Returns n if the first n rows were served; the other rows are unchanged. The result is the same
+        as after single calls. It is faster, because one comparison finds the rows that take, release or fill a block;
+        the other rows cost nothing more. Raises AllocationError, and changes nothing, if a row is to get fewer tokens
+        than it has room for.
         """
         served = len(rows)
         if (num_tokens < self._num_slots[rows]).any():
@@ -308,9 +310,10 @@ class KVCacheManager(EntryKeeper):
         )
 
     def retract(self, row: int, num_tokens: int) -> None:
-        """Treat a row's slots after the first `num_tokens` as not computed: they hold the KV of wrong drafts.
+        """Treat a row's slots after the first `num_tokens` as not computed: they hold the KV of rejected draft tokens.
 
-        Only blocks of known tokens are indexed, so these slots are not. The row keeps its blocks, which it soon fills.
+        These slots are not indexed, because only blocks of known tokens are. The row keeps its blocks, and soon fills
+        them.
         """
         assert num_tokens <= self._num_slots[row]
         self._num_slots[row] = num_tokens
@@ -321,7 +324,7 @@ class KVCacheManager(EntryKeeper):
         return max(0, int((self._quiet_until[rows] - self._num_slots[rows]).min()))
 
     def _allocate_busy(self, rows: Int64Array, ends: Int64Array) -> int:
-        """Take, release and index blocks for rows, in order, until blocks are short; returns the number of rows."""
+        """Take, release and index blocks for rows, in order, until too few are free. Returns the number of rows."""
         starts = self._num_slots[rows]
         served = self._coordinator.grow_each(rows, starts, ends)
         if served < len(rows):
@@ -334,7 +337,7 @@ class KVCacheManager(EntryKeeper):
         return served
 
     def _cache_filled(self, rows: Int64Array, ends: Int64Array) -> None:
-        """Index the blocks that these rows fill, except those whose last token is not known yet."""
+        """Index the blocks that these rows fill, except blocks whose last token is not known yet."""
         is_filled = [len(self._sequences[row]) >= end for row, end in zip(rows.tolist(), ends.tolist(), strict=True)]
         if not any(is_filled):
             return
@@ -350,7 +353,7 @@ class KVCacheManager(EntryKeeper):
         return needed <= self.get_num_free_blocks()
 
     def _end_of_quiet(self, num_tokens: Position) -> Position:
-        """The number of tokens to which a request grows from `num_tokens` without any change in its blocks.
+        """The number of tokens up to which a request can grow from `num_tokens` without any change in its blocks.
 
         block size 4, a block is filled and indexed at f, taken at t:   tokens  5  6  7  8  9
                                                                                 t        f  t
@@ -358,7 +361,7 @@ class KVCacheManager(EntryKeeper):
         if not self._coordinator.has_quiet_steps:
             return 0 * num_tokens
         end: Position = -(-num_tokens // self.block_size) * self.block_size
-        return end - (end != num_tokens)  # type: ignore[no-any-return]  # int or array, as it came
+        return end - (end != num_tokens)  # type: ignore[no-any-return]  # int or array, as `num_tokens`
 
     def allocate_decode_slots(self, rows: Int64Array) -> int:
         """Make room for one more token in each row, as `allocate_running_slots` does."""
@@ -389,14 +392,14 @@ class KVCacheManager(EntryKeeper):
             stats.ghost_hits += explanation.num_ghost_tokens
 
     def cache_known_blocks(self, rows: Int64Array) -> None:
-        """Index these requests' blocks whose last token was not known when its slot was allocated, but is known now."""
+        """Index these rows' blocks whose last token was not known when its slot was allocated, but is known now."""
         self._coordinator.cache_blocks_each(rows, self._sequences.__getitem__, self._num_slots[rows])
 
     def save_states_at(self, request_id: str, positions: Iterable[int]) -> None:
-        """Save recurrent states after these numbers of tokens too, beyond the groups' intervals.
+        """Save recurrent states after these numbers of tokens too, not only at the groups' intervals.
 
-        Takes effect for steps that end exactly there. A number that is not a multiple of every group's
-        block size is ignored, because no hit can end there.
+        A state is saved only if a step ends exactly there. A number that is not a multiple of every group's block size
+        is ignored, because no hit can end there.
         """
         row = self._row_of[request_id]
         positions = list(positions)
@@ -405,7 +408,7 @@ class KVCacheManager(EntryKeeper):
                 manager.ask_for_states(row, positions)
 
     def forget_uncomputed(self, request_id: str, num_computed_tokens: int) -> None:
-        """Forget blocks that were indexed early and whose step failed; only computed blocks stay indexed."""
+        """After a failed step, forget the request's indexed blocks after its first `num_computed_tokens` tokens."""
         row = self._row_of[request_id]
         num_shared, num_copied = self._copied.get(row, (0, 0))
         if num_computed_tokens <= num_copied:  # its first step failed, so maybe nothing was copied
@@ -414,9 +417,9 @@ class KVCacheManager(EntryKeeper):
         self._coordinator.forget_from(row, num_computed_tokens)
 
     def cache_blocks(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Index the blocks that the first `num_tokens` tokens of a held request fill, up to its slots.
+        """Index the blocks that the first `num_tokens` tokens of a held request fill. Tokens without slots are ignored.
 
-        `allocate_slots` does so by itself; call this where tokens become known only after their slots were allocated.
+        `allocate_slots` does this too. Call this method if tokens become known only after their slots were allocated.
         """
         row = self._row_of[sequence.request_id]
         self._coordinator.cache_blocks(row, sequence, min(num_tokens, int(self._num_slots[row])))
@@ -424,8 +427,8 @@ class KVCacheManager(EntryKeeper):
     def free(self, request: str | TokenSequence, *, ended: bool = True) -> None:
         """Release a request's blocks, last block first, so that tails are evicted before heads.
 
-        If the index keeps tails, lookups still find the computed part of its last block: known tokens that have slots.
-        A sequence with an invalid generated token leaves no tail. If the request has not `ended`, call `end` later.
+        If the index keeps tails, lookups still find the computed part of the last block: its known tokens that have
+        slots. A sequence with an invalid generated token leaves no tail. If `ended` is False, call `end` later.
         """
         request_id = request if isinstance(request, str) else request.request_id
         row = self._row_of.pop(request_id)
@@ -447,7 +450,7 @@ class KVCacheManager(EntryKeeper):
     # ---------------------------------------------------------------- sessions
 
     def end(self, request_id: str) -> None:
-        """Note that a request which holds no blocks is never admitted again."""
+        """Record that a request, which holds no blocks now, will not be admitted again."""
         number = None if self._session_blocks is None else self._session_blocks.end(request_id)
         if number is not None:
             self._give_up(number)
@@ -455,9 +458,9 @@ class KVCacheManager(EntryKeeper):
     def close_session(self, session: Hashable) -> int | None:
         """Let blocks that only this session's requests used be evicted before all others, until they are hit again.
 
-        `session` is the `session` of its sequences. Running requests go on, and their blocks are evicted early once all
-        of them have ended. Pinned blocks, and blocks that others used, keep their order. Returns the number of blocks
-        that are now evicted early; None if the session is unknown here.
+        `session` is the value of `TokenSequence.session`. Running requests go on, and their blocks are evicted early
+        once all these requests have ended. Pinned blocks, and blocks that other sessions used, keep their order.
+        Returns the number of blocks that are evicted early from now on; None if this manager does not know the session.
         """
         number = None if self._session_blocks is None else self._session_blocks.close(session)
         return None if number is None else self._give_up(number)
@@ -501,10 +504,10 @@ class KVCacheManager(EntryKeeper):
         return self._coordinator.keys_by_group(sequence)
 
     def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
-        """Return the tables of the longest hit as if the pool also had the blocks with these keys (a set per group).
+        """Return the tables of the longest hit, as if the pool also had the blocks with the keys in `elsewhere`.
 
-        The entry of such a block is ELSEWHERE; an entry is NULL_BLOCK where the group needs no block. Changes and
-        counts nothing.
+        `elsewhere` has one set of keys per group. The entry of such a block is ELSEWHERE; an entry is NULL_BLOCK where
+        the group needs no block. Changes and counts nothing.
         """
         return self._coordinator.find_hit_with(sequence, elsewhere)
 
@@ -516,7 +519,10 @@ class KVCacheManager(EntryKeeper):
         return self._coordinator.cached_blocks(sequence)
 
     def chance_of_return(self, num_blocks: int) -> float:
-        """The share of blocks used again, for requests that add `num_blocks` blocks; 1.0 without a learning policy."""
+        """The expected share of a request's blocks that will be used again, if the request adds `num_blocks` blocks.
+
+        1.0 without a learning policy.
+        """
         policy = self._policy
         return policy.chance_of_return(num_blocks) if isinstance(policy, LearningPolicy) else 1.0
 
@@ -529,18 +535,22 @@ class KVCacheManager(EntryKeeper):
         return block_ids
 
     def next_empty(self, num_blocks: int) -> BlockIds:
-        """The next blocks to be given away that hold nothing, at most `num_blocks`. Changes nothing."""
+        """The free blocks that hold nothing and are given away next, at most `num_blocks`. Changes nothing."""
         return self._pool.next_empty(num_blocks)
 
     def hold_blocks(self, block_ids: BlockIds) -> None:
-        """Hold these (distinct) blocks, which a lookup found, so that nobody else gets them. Counts no use of them."""
+        """Hold these (distinct) blocks, which a lookup found, so that the pool does not give them away.
+
+        This does not count as a use of the blocks.
+        """
         self._pool.hold(block_ids)
         self._held_apart[block_ids] += 1
 
     def hold_source(self, sequence: TokenSequence, num_blocks: int) -> BlockIds | None:
         """Hold the first blocks of a sequence, so that the next step can copy them, and count a use of them.
 
-        None, and no change, if the pool lacks such a block or if the present step fills it. Needs one full group.
+        Returns None, and changes nothing, if the pool lacks one of these blocks or the present step fills one. Needs
+        one full group.
         """
         [table] = self._coordinator.find_longest_cache_hit(sequence).tables
         if len(table) < num_blocks or self._coordinator.fills(table[:num_blocks].tolist()):
@@ -556,10 +566,10 @@ class KVCacheManager(EntryKeeper):
         self._pool.free_blocks(block_ids[::-1].copy())
 
     def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
-        """Index taken blocks, now filled, as the group's blocks number `first` and on of `sequence`.
+        """Index taken blocks, which are filled now, as the group's blocks of `sequence` from number `first` on.
 
         Call this before `begin_step`; the step that begins then may read the blocks. Returns False, and changes
-        nothing, if the blocks before them are gone or were replaced, so that a lookup could not find the new blocks.
+        nothing, if the blocks before `first` are gone or were replaced: no lookup could find the new blocks then.
         """
         return self._coordinator.adopt(group_id, sequence, first, block_ids)
 
@@ -576,7 +586,7 @@ class KVCacheManager(EntryKeeper):
         return is_one_full_group(self.groups)
 
     def is_cached(self, sequence: TokenSequence, block: int) -> bool:
-        """Whether the full block number `block` is cached, given that the blocks before it are."""
+        """Whether the full block number `block` is cached, given that all blocks before it are cached."""
         return self._coordinator.holds(sequence, block)
 
     def handles(self, request_ids: Iterable[str]) -> Int64Array:
@@ -584,7 +594,7 @@ class KVCacheManager(EntryKeeper):
         return np.fromiter(map(self._row_of.__getitem__, request_ids), np.int64)
 
     def block_ids(self, request_id: str, group_id: int = 0) -> BlockIds:
-        """Block table of one request in one group (a copy)."""
+        """A copy of one request's block table in one group."""
         return self._coordinator.tables.groups[group_id].row(self._row_of[request_id]).copy()
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
@@ -593,7 +603,7 @@ class KVCacheManager(EntryKeeper):
         return KVCacheBlocks(tuple([KVCacheBlock(self._pool, block_id) for block_id in row.tolist()] for row in rows))
 
     def block_tables(self, request_ids: Sequence[str], group_id: int = 0) -> tuple[BlockIds, npt.NDArray[np.int32]]:
-        """One group's tables of several requests, [requests, longest], and their lengths in blocks (copies).
+        """Copies of several requests' tables in one group, [requests, longest], and the tables' lengths in blocks.
 
         An entry is NULL_BLOCK where the group no longer needs a block.
         """
@@ -604,7 +614,7 @@ class KVCacheManager(EntryKeeper):
         return [tables.gather(rows) for tables in self._coordinator.tables.groups]
 
     def sink_block_ids(self) -> BlockIds:
-        """The blocks of the groups' sinks, in the order of the groups (a copy). They are in no request's table."""
+        """The blocks of the groups' attention sinks, in the order of the groups. No request's table has them."""
         return self._coordinator.held_forever()
 
     def num_required_blocks(self, num_tokens: int, hit: PrefixHit) -> int:
@@ -612,19 +622,19 @@ class KVCacheManager(EntryKeeper):
         return self._coordinator.num_required_blocks(hit, num_tokens)
 
     def can_ever_hold(self, num_tokens: int, max_step_tokens: int) -> bool:
-        """Whether a request of `num_tokens` fits into the empty pool, in steps of `max_step_tokens` at most."""
+        """Whether a request of `num_tokens` tokens fits into the empty pool, in steps of at most `max_step_tokens`."""
         usable = self.num_blocks - len(self.sink_block_ids())
         return self.max_num_blocks(num_tokens, max_step_tokens) <= usable
 
     def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """Most blocks that a request of `num_tokens` holds at a time, in steps of `max_step_tokens` at most."""
+        """The most blocks that a request of `num_tokens` tokens holds at once, in steps of up to `max_step_tokens`."""
         return self._coordinator.max_num_blocks(num_tokens, max_step_tokens)
 
     def held_request_ids(self) -> list[str]:
         return list(self._row_of)
 
     def get_num_common_prefix_blocks(self, request_ids: Sequence[str], group_id: int = 0) -> int:
-        """Number of leading table entries of one group that all these requests share physically."""
+        """The number of leading entries that are the same blocks in all these requests' tables of one group."""
         if not request_ids:
             return 0
         tables, lengths = self.block_tables(request_ids, group_id)
@@ -635,15 +645,15 @@ class KVCacheManager(EntryKeeper):
         return self._pool.get_num_free_blocks()
 
     def get_num_cached_blocks(self) -> int:
-        """Full blocks that hold an indexed prefix, held by requests or not."""
+        """The number of indexed full blocks, including duplicates, whether requests hold them or not."""
         return len(self._coordinator.index)
 
     def get_num_tails(self) -> int:
-        """The number of partly filled blocks with the end of an indexed prefix. No request holds such a block."""
+        """The number of indexed tails: partly filled blocks, each with the end of a prefix. No request holds a tail."""
         return self._coordinator.index.num_tails
 
     def num_cached_tokens(self) -> int:
-        """The number of tokens cached in full blocks, for the group with the highest number; duplicates count."""
+        """The number of tokens cached in full blocks, in the group with the most. Duplicates count too."""
         counts = self._coordinator.num_indexed_by_group()
         return max(count * group.block_size for count, group in zip(counts, self.groups, strict=True))
 
@@ -652,7 +662,7 @@ class KVCacheManager(EntryKeeper):
         return self._pool.get_usage()
 
     def block_states(self) -> npt.NDArray[np.uint8]:
-        """The present state of each block, as `BlockState` numbers, [num_blocks] (a copy)."""
+        """A new array of the present state of each block, as `BlockState` numbers, [num_blocks]."""
         states = np.full(self.num_blocks, BlockState.FREE, np.uint8)
         states[self._coordinator.index.block_ids()] = BlockState.CACHED
         states[self._coordinator.index.tail_block_ids()] = BlockState.CACHED
@@ -664,7 +674,7 @@ class KVCacheManager(EntryKeeper):
     def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
         """The cached prefixes that were reused most, a parent before its children; None without a radix index.
 
-        With `under_salt`, only prefixes under salts that begin with that text.
+        `under_salt` selects the prefixes under salts that begin with this text.
         """
         reuses = None if self.ledger is None else self.ledger.num_reuses()
         return self._coordinator.index.top(limit, reuses, under_salt)
@@ -672,13 +682,13 @@ class KVCacheManager(EntryKeeper):
     def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
         """The tokens after a sequence in a longer cached sequence with equal extra keys; at most `num_tokens` tokens.
 
-        If several continuations are cached, the one that was cached last. Empty if no continuation is known, or if the
-        index keeps no tokens.
+        Of several continuations, it returns the one that was cached last. The result is empty if no continuation is
+        known, or if the index keeps no tokens.
         """
         return self._coordinator.index.following(sequence, num_tokens)
 
     def free_block_ids(self) -> BlockIds:
-        """Free blocks in the order in which they will be given away (a copy)."""
+        """A new array of the free blocks, in the order in which they will be given away."""
         return self._pool.free_block_ids()
 
     def check_integrity(self) -> None:

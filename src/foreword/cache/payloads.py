@@ -1,7 +1,7 @@
 """PayloadCache: objects that an engine keeps for sequences, found by the longest prefix.
 
 For engines without blocks, whose cache is an object for a whole sequence: MLX's prompt caches, `past_key_values` of
-transformers, a recurrent state. The cache knows its tokens and its size in bytes, and never looks into it.
+transformers, a recurrent state. PayloadCache knows each object's tokens and size in bytes, and never looks inside.
 
     found = cache.find(prompt[:-1])                        None, or a payload for its first found.num_tokens tokens
     ... the engine copies the payload, cuts it, and computes the rest of the prompt ...
@@ -25,7 +25,7 @@ from foreword.cache.keys.hashing import MAX_TOKEN_ID, NO_EXTRA_KEYS, ExtraKeys
 from foreword.cache.keys.sequence import TokenSequence
 from foreword.errors import ConfigError, InvalidRequestError
 
-if TYPE_CHECKING:  # a spill imports what only it needs, so that the package imports quickly
+if TYPE_CHECKING:  # only a spill imports these at run time, so that the package imports quickly
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 Payload = TypeVar("Payload")
 ONE_BLOCK = MAX_TOKEN_ID
-"""The index's block size: no sequence fills a block, so each payload stands at the end of its own tokens."""
+"""The index's block size. No sequence fills such a block, so each payload is a tail, at the end of its tokens."""
 
 
 @dataclass(frozen=True)  # with slots, Spill[str](...) fails in Python 3.11
 class Spill(Generic[Payload]):
-    """Where to write payloads for which memory has no room. The payloads written first leave the disk first."""
+    """Where to write payloads for which memory has no room. The payloads that were written first are removed first."""
 
     folder: Path
-    """An existing folder. The cache makes its own folder inside, and removes its own when the cache is closed or Python
-    ends; a killed process leaves it behind."""
+    """An existing folder. The cache makes a subfolder, and removes the subfolder when the cache is closed or Python
+    ends. A killed process leaves the subfolder behind."""
     max_bytes: int
-    """The most bytes of all files, except the file that is being written."""
+    """The most bytes of all files together, except the file that is being written."""
     dump: Callable[[Payload, Path], None]
     """Writes a payload to a new file with exactly this path."""
     load: Callable[[Path], Payload]
@@ -59,9 +59,9 @@ class PayloadHit(Generic[Payload]):
     num_tokens: int
     """The number of the sequence's leading tokens that the payload holds."""
     num_payload_tokens: int
-    """The number of tokens with which it was put. If it exceeds `num_tokens`, cut the payload: the rest differs."""
+    """The number of tokens that the payload holds. If it exceeds `num_tokens`, cut the payload: later tokens differ."""
     entry_id: int
-    """The number of its entry, for `take_out`."""
+    """The number of the payload's entry, for `take_out`."""
 
 
 @dataclass(slots=True)
@@ -76,17 +76,17 @@ class _Entry(Generic[Payload]):
 
 
 class PayloadCache(Generic[Payload]):
-    """Payloads in at most `max_bytes` of memory; the least recently found or put leaves first.
+    """Keeps payloads in at most `max_bytes` of memory. The payload that was least recently found or put leaves first.
 
-    `can_cut` says whether a payload serves beginnings of its tokens, too, once it is cut: true of attention's keys and
-    values, false of recurrent states and sliding windows. If so, `find` returns the payload that shares most tokens,
-    and a longer payload replaces the payloads for its beginnings. If not, payloads are checkpoints: `find` returns the
-    longest payload whose tokens are all in the sequence, and shorter payloads stay.
+    `can_cut` says whether a payload can be cut to serve a beginning of its tokens: True for attention's keys and
+    values, False for recurrent states and sliding windows. If True, `find` returns the payload that shares the most
+    tokens, and a longer payload replaces the payloads for its beginnings. If False, payloads are checkpoints: `find`
+    returns the longest payload whose tokens are all in the sequence, and shorter payloads stay.
 
-    At the end of a call, `on_evict` gets each payload that has left memory, unless `take_out` took it; it may not call
-    the cache. A payload that is read from disk takes memory beside the other payloads until enough of them have left.
-    `max_entries` bounds the payloads in memory and on disk. For one thread at a time. Raises ConfigError for limits
-    below 1.
+    At the end of a call, `on_evict` gets each payload that has left memory, except payloads that `take_out` took.
+    `on_evict` must not call the cache. A payload that is read from disk may exceed `max_bytes` until others left.
+    `max_entries` limits the payloads in memory and on disk together. Only one thread may use the cache at a time.
+    Raises ConfigError for limits below 1.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class PayloadCache(Generic[Payload]):
             )
         self.max_bytes, self.can_cut = max_bytes, can_cut
         self.num_bytes = self.num_file_bytes = 0
-        """Bytes of the payloads in memory, and of the files."""
+        """The bytes of all payloads in memory, and of all files."""
         self.stats = PrefixCacheStats()
-        """Counts of lookups, and of evictions: payloads that were lost because there was no room."""
+        """Counts of lookups, and of evictions: payloads that were lost, for lack of room or because a file failed."""
         self._on_evict, self._spill = on_evict, spill
         self._folder: TemporaryDirectory[str] | None = None
         if spill is not None:
@@ -115,11 +115,11 @@ class PayloadCache(Generic[Payload]):
             self._folder = TemporaryDirectory(prefix="payloads-", dir=spill.folder)
         self._index = RadixIndex(max_entries, ONE_BLOCK, cut_tails=can_cut)
         self._memory: dict[int, _Entry[Payload]] = {}
-        """Entries in memory by number, the next to leave first."""
+        """Entry number -> entry in memory. The first entry is evicted next."""
         self._disk: dict[int, _Entry[Payload]] = {}
-        """Entries on disk by number, the next to leave first."""
+        """Entry number -> entry on disk. The first entry is removed next."""
         self._gone: list[Payload] = []
-        """Payloads that left memory during a call; they are reported at its end."""
+        """Payloads that left memory during a call; `on_evict` gets them at the end of the call."""
         self._unused = list(range(max_entries))
         self._num_written = 0
 
@@ -128,11 +128,11 @@ class PayloadCache(Generic[Payload]):
         return len(self._memory) + len(self._disk)
 
     def find(self, token_ids: npt.ArrayLike, *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> PayloadHit[Payload] | None:
-        """The payload for the longest beginning of these tokens, counted as used; None if no payload has a beginning.
+        """The payload for the longest beginning of these tokens; None if there is none. Counts as a use of the payload.
 
-        Leave out a prompt's last token: it is computed for its logits. `token_ids[:n]` asks for the nearest checkpoint
-        at or before n; no span of `extra_keys` may end after these tokens. A payload that cannot be read from disk is
-        logged and forgotten, and the next best payload is returned.
+        Leave out a prompt's last token: it is computed for its logits. To find the nearest checkpoint at or before n,
+        pass `token_ids[:n]`; no span of `extra_keys` may end after these tokens. A payload that cannot be read from
+        disk is logged and forgotten, and the next best payload is returned.
         """
         sequence = TokenSequence("", token_ids, block_size=ONE_BLOCK, extra_keys=extra_keys)
         try:
@@ -153,10 +153,10 @@ class PayloadCache(Generic[Payload]):
     def put(
         self, token_ids: npt.ArrayLike, payload: Payload, num_bytes: int, *, extra_keys: ExtraKeys = NO_EXTRA_KEYS
     ) -> bool:
-        """Keep a payload for all of these tokens; other payloads leave until it fits.
+        """Keep a payload for all of these tokens, and evict other payloads until it fits.
 
-        False, and no change, if it exceeds `max_bytes` alone, or if another payload holds the same tokens. Raises
-        InvalidRequestError without tokens, for a size below 1, and for a payload that is None.
+        Returns False, and changes nothing, if the payload alone exceeds `max_bytes`, or if another payload holds the
+        same tokens. Raises InvalidRequestError for an empty `token_ids`, a size below 1, or a payload that is None.
         """
         sequence = TokenSequence("", token_ids, block_size=ONE_BLOCK, extra_keys=extra_keys)
         if not len(sequence) or not num_bytes >= 1 or payload is None:
@@ -181,9 +181,9 @@ class PayloadCache(Generic[Payload]):
         return True
 
     def take_out(self, hit: PayloadHit[Payload]) -> bool:
-        """Forget a payload that was found: it is the caller's from now on, to be changed in place.
+        """Forget a payload that was found. From now on it belongs to the caller, who may change it in place.
 
-        Returns False if the payload has left the cache already; then it is not the caller's.
+        Returns False if the payload has left the cache already. The caller must not change it then.
         """
         entry = self._memory.get(hit.entry_id)
         if entry is None or entry.payload is not hit.payload:
@@ -213,7 +213,7 @@ class PayloadCache(Generic[Payload]):
     # ------------------------------------------------------------------ memory
 
     def _keep(self, entry: _Entry[Payload]) -> None:
-        """Add an entry to memory, as used now."""
+        """Add an entry to memory, as the most recently used entry."""
         self._memory[entry.entry_id] = entry
         self.num_bytes += entry.num_bytes
 
@@ -222,12 +222,12 @@ class PayloadCache(Generic[Payload]):
         try:
             while self.num_bytes > self.max_bytes:
                 self._evict()
-        finally:  # an interrupted write may not leave more than fits
+        finally:  # after an interrupted write, too, memory must hold only what fits
             while self.num_bytes > self.max_bytes:
                 self._lose(next(iter(self._memory.values())))
 
     def _report(self) -> None:
-        """Call `on_evict` with each payload that left memory; raise its first error at the end."""
+        """Call `on_evict` with each payload that left memory. Raises the first error of these calls at the end."""
         gone, self._gone, first = self._gone, [], None
         for payload in gone if self._on_evict is not None else ():
             try:
@@ -267,7 +267,7 @@ class PayloadCache(Generic[Payload]):
         self._unused.append(entry.entry_id)
 
     def _leave(self, entry: _Entry[Payload]) -> None:
-        """Take an entry out of memory, or out of the disk's entries together with its file."""
+        """Remove an entry from memory, or from disk together with its file."""
         if self._memory.pop(entry.entry_id, None) is not None:
             self.num_bytes -= entry.num_bytes
         else:
@@ -279,7 +279,7 @@ class PayloadCache(Generic[Payload]):
     # -------------------------------------------------------------------- disk
 
     def _write(self, entry: _Entry[Payload], payload: Payload) -> bool:
-        """Move a payload to disk; False if it cannot be written, or is larger than all files may be."""
+        """Move a payload to disk. Returns False if it cannot be written, or if its file alone exceeds `max_bytes`."""
         spill = self._spill
         if spill is None or self._folder is None:
             return False
@@ -295,7 +295,7 @@ class PayloadCache(Generic[Payload]):
             logger.warning("a payload could not be written to %s; it is lost", file, exc_info=True)
         finally:
             if not 0 < num_bytes <= spill.max_bytes:
-                for leftover in file.parent.glob(f"{self._num_written}.*"):  # with an ending that `dump` added, too
+                for leftover in file.parent.glob(f"{self._num_written}.*"):  # `dump` may have added an ending
                     _remove(leftover)
         if not 0 < num_bytes <= spill.max_bytes:
             return False

@@ -4,12 +4,12 @@ For engines that already have an allocator and page tables, as SGLang and mini-s
 
     found = index.match(token_ids)         the slots that hold a beginning of these tokens; changes nothing
     index.lock(found)                      these slots stay while they are locked
-    ... the engine computes the other tokens into slots of its own ...
+    ... the engine computes the other tokens, into slots that the engine owns ...
     kept = index.insert(token_ids, slots)  the cache owns these slots from now on, except duplicates of cached slots
     index.unlock(found)
     free = index.evict(count)              the engine owns these slots again
 
-At every moment a slot belongs to the engine or to the cache. The index gives no slot away by itself.
+A slot always belongs either to the engine or to the cache. Only `evict` and `reset` give slots back to the engine.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class SlotMatch:
 
 
 class SlotIndex:
-    """Which of an engine's slots hold which prefixes, and which of them leave first.
+    """Records which of an engine's slots hold which prefixes, and which slots are evicted first.
 
-    A slot is a number below `num_slots` and holds `block_size` tokens (a page of SGLang's). At first the engine owns
-    all slots. Slots that nobody locks leave in the order of `eviction_policy`, a name or a policy for `num_slots`
-    blocks. Raises ConfigError for sizes below 1 and for an unknown policy.
+    A slot is a number below `num_slots` and holds `block_size` tokens (a page in SGLang). At first the engine owns all
+    slots. Slots that nobody locks are evicted in the order of `eviction_policy`, which is a name or a policy for
+    `num_slots` blocks. Raises ConfigError for sizes below 1 and for an unknown policy.
     """
 
     def __init__(self, num_slots: int, *, block_size: int = 1, eviction_policy: str | EvictionPolicy = "lru") -> None:
@@ -82,7 +82,7 @@ class SlotIndex:
     def lock(self, match: SlotMatch) -> None:
         """Keep the slots of a match until `unlock`, and count a use of them.
 
-        Raises AllocationError, and changes nothing, if the match is locked already, or if a slot of it was evicted.
+        Raises AllocationError, and changes nothing, if the match is locked already or one of its slots was evicted.
         """
         if match in self._locked:
             raise AllocationError("this match is locked already; match again for another lock")
@@ -96,7 +96,7 @@ class SlotIndex:
         self._locked.add(match)
 
     def unlock(self, match: SlotMatch) -> None:
-        """Let the slots of a match leave again, the last first. Raises AllocationError if it is not locked."""
+        """Let the slots of a match be evicted again, the last first. Raises AllocationError if it is not locked."""
         if match not in self._locked:
             raise AllocationError("this match is not locked; unlock each locked match once")
         self._locked.remove(match)

@@ -1,8 +1,8 @@
 """A test kit for engines that use this cache: a memory that knows what each slot must hold.
 
-A wrong hit seldom crashes; it changes an answer. Report to `ShadowMemory` what your engine writes, copies and reads. It
-raises `WrongSlotError` for the first slot that holds something else than the reader's prefix: a block that was given
-away while somebody read it, a copy that came too late, another tenant's or adapter's KV.
+A wrong hit seldom crashes; it changes an answer. Report to `ShadowMemory` what your engine writes, copies and reads.
+`ShadowMemory` raises `WrongSlotError` for the first slot that does not hold the reader's prefix. Then, for example, a
+block was given away while somebody read it, a copy came too late, or the KV is another tenant's or adapter's.
 
     memory = ShadowMemory(block_size=16, contents=lambda block, slot: kv[:, block, slot].tobytes())
     ... a step: copies, then writes, then reads ...
@@ -42,7 +42,7 @@ class Held:
     """The facts on which the KV of one token depends."""
 
     prefix: int
-    """A number for its adapter, embeddings, and all tokens up to it with their media."""
+    """A number for the token's adapter and embeddings, and for all tokens up to this token with their media."""
     salt: str | None
     """The salt under which it was computed; None if all tenants may read it."""
     position: int
@@ -52,8 +52,8 @@ class Held:
 class ShadowMemory:
     """Records what was last written to each slot of an engine's block memory, by (block, slot).
 
-    `contents` returns the bytes of a slot in the engine's memory. With it, `read` also checks that these bytes are the
-    ones that were written: nobody wrote there unannounced, and announced copies were made.
+    `contents` returns the bytes of a slot in the engine's memory. If it is given, `read` also checks that these bytes
+    are the bytes that were written. This finds writes that nobody reported, and reported copies that were not made.
     """
 
     block_size: int
@@ -64,9 +64,10 @@ class ShadowMemory:
     def write(
         self, token_ids: npt.ArrayLike, start: int, end: int, table: Table, *, extra_keys: ExtraKeys = NO_EXTRA_KEYS
     ) -> None:
-        """Note that the KV of tokens `start` to `end` (exclusive) was just written through a block table.
+        """Record that the KV of tokens `start` to `end` (exclusive) was just written through a block table.
 
-        Position p is in slot `p % block_size` of block `table[p // block_size]`. A table of slots has block size 1.
+        Position p is in slot `p % block_size` of block `table[p // block_size]`. For a table of slots, the block size
+        is 1.
         """
         held = self.held_by(token_ids, extra_keys)
         for position in range(start, end):
@@ -75,7 +76,7 @@ class ShadowMemory:
     def read(
         self, token_ids: npt.ArrayLike, start: int, end: int, table: Table, *, extra_keys: ExtraKeys = NO_EXTRA_KEYS
     ) -> None:
-        """Check tokens `start` to `end` (exclusive) that are about to be read. Passes over entries of NULL_BLOCK.
+        """Check tokens `start` to `end` (exclusive), which are read next. Ignores table entries that are NULL_BLOCK.
 
         Raises WrongSlotError for the first slot that holds something else.
         """
@@ -86,13 +87,13 @@ class ShadowMemory:
                 self.read_slot(block_id, position % self.block_size, held[position], extra_keys.salt)
 
     def copy(self, source: int, target: int) -> None:
-        """Note that a block was copied over another; without effect if both are the same."""
+        """Record that block `source` was copied to block `target`; nothing changes if they are the same block."""
         copied = [self._slots.get((source, slot)) for slot in range(self.block_size)]
         for slot, content in enumerate(copied):
             self._slots[target, slot] = content
 
     def write_slot(self, block_id: int, slot: int, held: Held) -> None:
-        """`write` for one slot: a recurrent state after token p is written as `held_by(...)[p]`."""
+        """`write` for one slot. For the recurrent state after token p, `held` is `held_by(...)[p]`."""
         self._slots[block_id, slot] = held, self._bytes(block_id, slot)
 
     def read_slot(self, block_id: int, slot: int, wanted: Held, salt: str | None) -> None:
@@ -112,11 +113,11 @@ class ShadowMemory:
         raise WrongSlotError(f"{where} under salt {salt!r}, but {why}")
 
     def held_by(self, token_ids: npt.ArrayLike, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> list[Held]:
-        """The facts on which the KV of each of these tokens depends; equal numbers for equal prefixes."""
+        """The facts on which the KV of each of these tokens depends. Equal prefixes have equal numbers."""
         contents: list[object] = np.asarray(token_ids).tolist()
         for item in extra_keys.spans:
             for at in range(item.num_tokens):
-                contents[item.offset + at] = (item.kind, item.digest, item.num_tokens, at)  # whatever token it has
+                contents[item.offset + at] = (item.kind, item.digest, item.num_tokens, at)  # for any token id there
         held, before = [], self._number(("embeddings", extra_keys.embeddings_hash))
         for at, content in enumerate(contents):
             if at == extra_keys.adapter_offset and extra_keys.adapter is not None:
@@ -135,10 +136,10 @@ class ShadowMemory:
 def random_prompt(
     rng: random.Random, texts: Sequence[Sequence[int]], *, max_tokens: int = 24, earlier_keys: Sequence[ExtraKeys] = ()
 ) -> tuple[list[int], ExtraKeys]:
-    """A prompt of tokens 0 and 1 (and 2, of media) that begins like one of `texts`, and its extra keys.
+    """A prompt that begins like one of `texts`, and the prompt's extra keys. Its tokens are 0 and 1; media have 0 or 2.
 
-    There are few adapters, salts and media, so that prompts share them; they begin anywhere, or as in an earlier
-    prompt.
+    There are few adapters, salts and media, so that prompts share them. They begin at any position, or where they begin
+    in an earlier prompt.
     """
     text = list(rng.choice(texts))
     text = text[: rng.randint(0, len(text))] + [rng.randint(0, 1) for _ in range(rng.randint(1, 6))]
@@ -173,7 +174,7 @@ def _random_keys(rng: random.Random, num_tokens: int) -> ExtraKeys:
 def drive_manager(manager: KVCacheManager, rng: random.Random, num_requests: int) -> int:
     """Serve random prompts with a manager of one full group, up to three at a time, and check each hit.
 
-    Returns the number of tokens that were hits. Raises WrongSlotError for a wrong hit.
+    Returns the number of hit tokens. Raises WrongSlotError for a wrong hit.
     """
     memory, size = ShadowMemory(manager.block_size), manager.block_size
     texts, running, num_hit_tokens = [[0]], list[TokenSequence](), 0
@@ -199,7 +200,7 @@ def drive_manager(manager: KVCacheManager, rng: random.Random, num_requests: int
 
 
 def main() -> None:
-    """Drive managers of several block sizes over both indexes, and print the hits, all of them checked."""
+    """Drive a manager for several block sizes and both indexes, and print the number of hit tokens; each is checked."""
     for size in (1, 2, 4, 8):
         for index in (RadixIndex(40, size), HashIndex(40)):
             num_hits = drive_manager(KVCacheManager(40, block_size=size, index=index), random.Random(size), 100)

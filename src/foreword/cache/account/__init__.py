@@ -1,1 +1,1 @@
-"""Accounts of the keys that the cache holds and held, and of the tokens that hits saved."""
+"""Records which keys the cache holds and held, and how many tokens its hits saved."""

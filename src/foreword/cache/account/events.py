@@ -1,6 +1,6 @@
 """Events of the cache: which prefixes it starts and stops holding.
 
-Events and fields are those that vLLM publishes; keys are bytes, and a medium is "device" where vLLM says "GPU".
+The events and their fields are those that vLLM publishes. Keys are bytes, and `medium` is "device" for vLLM's "GPU".
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class BlockStored:
     medium: str = "device"
     group_idx: int = 0
     group_kind: str | None = None
-    """The attention type of its group, such as "sliding_window", in events of other engines; None: not said."""
+    """The attention type of the group, such as "sliding_window", in other engines' events; None: the event has none."""
     session_id: str | None = None
-    """The session of the request that stored or reused them, in vLLM's events; None: not said."""
+    """The session of the request that stored or reused the blocks, in vLLM's events; None: the event has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,9 @@ class NumberedEvent:
 
 
 class EventLog:
-    """The latest events, in order. Beyond its capacity, the log drops the oldest events, with their numbers.
+    """The newest events, in order, with up to `capacity` blocks in total. The log drops the oldest events first.
 
-    Keeps the newest events, up to `capacity` blocks in total; an event without blocks counts as one block. `listener`
-    gets each event at once.
+    An event without blocks counts as one block. `listener` gets each event as soon as it is appended.
     """
 
     def __init__(self, capacity: int = 100_000, *, listener: Callable[[KVCacheEvent], None] | None = None) -> None:
@@ -88,7 +87,7 @@ class EventLog:
             self._num_blocks -= _num_blocks(self._events.popleft().event)
 
     def take(self) -> list[NumberedEvent]:
-        """All kept events since the last call."""
+        """Return the events since the last call, except dropped events, and forget them."""
         events = list(self._events)
         self._events.clear()
         self._num_blocks = 0
@@ -114,7 +113,7 @@ HeldBlocks = dict[BlockHash, HeldBlock]
 
 
 def apply_event(groups: dict[int, HeldBlocks], event: KVCacheEvent) -> None:
-    """Change the findable blocks of each group as the next event says. Raises KeyError if it removes other blocks."""
+    """Change the findable blocks of each group as the event says. Raises KeyError if it removes an unknown block."""
     match event:
         case BlockStored():
             held = groups.setdefault(event.group_idx, {})
@@ -134,7 +133,7 @@ def apply_event(groups: dict[int, HeldBlocks], event: KVCacheEvent) -> None:
 class PrefixMirror:
     """The findable prefixes of a remote cache, rebuilt from its events.
 
-    Keeps keys, not blocks: a router needs no more to know which part of a prompt a replica holds.
+    Knows keys and tokens, but no block ids: a router needs only keys to know which part of a prompt a replica holds.
     """
 
     def __init__(self) -> None:
@@ -142,10 +141,10 @@ class PrefixMirror:
         self._next_number = 0
 
     def apply(self, events: Iterable[NumberedEvent]) -> None:
-        """Apply further events, in order.
+        """Apply the next events, in order.
 
-        At a gap, raises EventsLostError and applies no more. `AllBlocksCleared` closes a gap: events missed
-        before it no longer matter.
+        At a gap in the numbers, raises EventsLostError and applies no more events. If `AllBlocksCleared` follows the
+        gap, there is no error: the missed events no longer matter.
         """
         for numbered in events:
             ends_gap = isinstance(numbered.event, AllBlocksCleared) and numbered.number > self._next_number
@@ -158,7 +157,7 @@ class PrefixMirror:
             apply_event(self._held, numbered.event)
 
     def held_keys(self, group: int = 0) -> set[BlockHash]:
-        """The findable keys of one group (a copy)."""
+        """A new set of the findable keys of one group."""
         return set(self._held.get(group, ()))
 
     def tokens_of(self, key: BlockHash, group: int = 0) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 The coordinator reports what it indexes and forgets. The ledger answers:
 
 - why a block was not found (`reason`),
-- what twice the memory would have found (`ghost_hits`): forgotten keys stay as ghosts, up to one for each block of
-  the pool, so under the `lru` policy pool and ghosts together behave like a pool of twice the size,
+- what a pool of twice the size would have found (`num_ghost_hits`): forgotten keys stay as ghosts, up to one for each
+  block of the pool, so under the `lru` policy, pool and ghosts together behave like a pool of twice the size,
 - how often each block was reused (`num_reuses`), and how many blocks were forgotten, by cause (`evictions`),
 - what changed, if it has an `EventLog`.
 
@@ -30,7 +30,7 @@ from foreword.cache.keys.hashing import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from foreword.cache.keys.sequence import TokenSequence, common_length, keys_of_group
 
 MAX_COMPARED = 64
-"""Limit of the evicted tails to compare after one prefix; the latest are compared."""
+"""The most evicted tails after one prefix to compare with a prompt; the latest tails are compared."""
 
 
 class MissReason(enum.StrEnum):
@@ -56,7 +56,7 @@ class MissReason(enum.StrEnum):
     IN_TIER = "in_tier"
     """A tier has it: a request loads it if that is faster than computing it."""
     DROPPED_BY_ADMISSION = "dropped_by_admission"
-    """It was computed but not stored in a tier, because of the rule of admission, the daily limit or lack of room."""
+    """It was computed but not stored in a tier, because of the admission rule, the daily limit or a lack of room."""
     TIER_OTHER_ARITHMETIC = "tier_other_arithmetic"
     """A tier has it, computed by other kernels, another version or another processor."""
     TIER_OTHER_MODEL = "tier_other_model"
@@ -84,7 +84,7 @@ class Eviction:
     time: float
     """Seconds on the ledger's clock."""
     step: int
-    """The number of steps that had begun."""
+    """The number of steps that had begun by then."""
     pool_usage: float
     """The share of blocks that requests held at that moment, 0.0 to 1.0."""
 
@@ -208,7 +208,7 @@ class GroupLedger:
             self.watcher.cleared()
 
     def reason(self, sequence: TokenSequence, number: int) -> tuple[MissReason, Eviction | None] | None:
-        """Why the sequence's block `number` is not found, and its eviction if any; None if the block is findable."""
+        """Why lookups do not find the sequence's block `number`, and its eviction if any; None if they can find it."""
         if (number + 1) * self.width > sequence.num_full_blocks:
             return MissReason.PARTIAL_BLOCK, None
         numbers = range(number, number + 1)
@@ -236,7 +236,7 @@ class GroupLedger:
         return MissReason.MEDIA_DIFFERS
 
     def num_ghost_hits(self, sequence: TokenSequence, first: int) -> int:
-        """The number of consecutive blocks of the sequence, from `first` on, that twice the memory would hold."""
+        """The number of the sequence's consecutive blocks from `first` on that a pool of twice the size would hold."""
         if not self._ghosts:
             return 0
         numbers = range(first, sequence.num_full_blocks // self.width)
@@ -281,7 +281,7 @@ class GroupLedger:
             del self._variants[plain]
 
     def _report_stored(self, events: EventLog, sequence: TokenSequence, new: Sequence[int]) -> None:
-        """Append one event for each run of consecutive blocks; those before an aLoRA adapter name no adapter."""
+        """Append an event per run of consecutive blocks. Events of blocks before an aLoRA adapter name no adapter."""
         hashes, width, adapter = sequence.block_hashes(), self.width, sequence.extra_keys.adapter
         size = width * sequence.block_size
         adapted = sequence.extra_keys.adapter_offset // size
@@ -314,7 +314,7 @@ class Tail:
     tokens: bytes
     """The tokens as int32."""
     salt: str | None
-    """A lookup finds it only under this salt."""
+    """The salt under which lookups find the tail; None if they need no salt."""
 
 
 class TailAccount:
@@ -337,7 +337,7 @@ class TailAccount:
         return set(self._held)
 
     def stored(self, sequence: TokenSequence, num_tokens: int, block_id: int) -> None:
-        """Record that a block holds the last of the first `num_tokens` tokens: those after the last full block."""
+        """Record that a block holds a tail: of the first `num_tokens` tokens, those after the last full block."""
         number, length = divmod(num_tokens, sequence.block_size)
         keys = sequence.extra_keys
         salt = keys.salt if keys.salt_offset < num_tokens else None
@@ -436,7 +436,7 @@ class CacheLedger:
             group.drop_oldest_ghosts()
 
     def removed(self, block_ids: BlockIds, cause: EvictionCause, pool_usage: float) -> None:
-        """Record that blocks were forgotten, ignoring those that were not indexed."""
+        """Record that blocks were forgotten. Ignores blocks that were not indexed."""
         eviction = Eviction(cause, self.clock(), self._num_steps, pool_usage)
         for group in self.groups:
             self.evictions[cause] += group.removed(block_ids, eviction)
@@ -448,7 +448,7 @@ class CacheLedger:
         self._num_reuses[block_ids] += 1
 
     def num_reuses(self) -> npt.NDArray[np.int64]:
-        """The number of reuses of each block since it got its current content, [num_blocks] (a copy)."""
+        """A new array of the number of reuses of each block since it got its current content, [num_blocks]."""
         return self._num_reuses.copy()
 
     def num_under_salt(self, prefix: str) -> int:

@@ -13,21 +13,21 @@ from foreword.cache.block_ids import BlockIds
 Int32Array = npt.NDArray[np.int32]
 
 NOTHING, NOBODY, SEVERAL = 0, -1, -2
-"""Values in place of a session's number. NOTHING: the block is not cached; NOBODY: nobody gave the block back since it
-was cached or given up; SEVERAL: more than one session, or a request without a session, used it."""
+"""Values in place of a session's number. NOTHING: the block is not cached. NOBODY: no request has released the block
+since it was cached or given up. SEVERAL: more than one session, or a request without a session, used the block."""
 MAX_OPEN_SESSIONS = 65_536
-"""The most sessions without requests to remember; those that were used last are remembered."""
+"""The most sessions without requests to remember. The least recently used session is forgotten first."""
 
 
 class SessionBlocks:
     """The user of each block, and the block's number in its prompt. Takes 8 bytes a block, and an entry a session.
 
-    A block belongs to a session if all rows that held its content and gave it back were that session's. A session that
-    is forgotten leaves its blocks to nobody: they are evicted like others.
+    A block belongs to a session if only rows of this session have held its content and released it. The blocks of a
+    forgotten session are evicted like other blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._user: Int32Array = np.full(num_blocks, SEVERAL, np.int32)  # used before anyone counted
+        self._user: Int32Array = np.full(num_blocks, SEVERAL, np.int32)  # used before the count began
         self._depth: Int32Array = np.zeros(num_blocks, np.int32)
         """The number of the block in its prompt."""
         self._numbers: OrderedDict[Hashable, int] = OrderedDict()
@@ -43,7 +43,7 @@ class SessionBlocks:
         """Row -> its session's number, and the number of its leading blocks that everybody may use."""
 
     def begin(self, session: Hashable, request_id: str, row: int, num_public_blocks: int = 0) -> None:
-        """Let a row count for a session. A request that was preempted keeps the number with which it first began."""
+        """Count a row's blocks for a session. A preempted request keeps the session's number from its first begin."""
         number = self._of_request.get(request_id)
         if number is None:
             number = self._of_request[request_id] = self._number_of(session)
@@ -66,7 +66,7 @@ class SessionBlocks:
         self._of_row.pop(row, None)
 
     def end(self, request_id: str) -> int | None:
-        """Note that a request has ended; returns its session's number if it was the last of a closed session."""
+        """Record that a request has ended; returns its session's number if it was the last of a closed session."""
         number = self._of_request.pop(request_id, None)
         if number is None:
             return None
@@ -80,7 +80,7 @@ class SessionBlocks:
         return number
 
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        """Note that lookups find these blocks from now on, as blocks number `depths` of their prefixes."""
+        """Record that lookups find these blocks from now on; block i is number `depths[i]` of its prefix."""
         self._user[block_ids] = NOBODY
         self._depth[block_ids] = depths
 
@@ -88,21 +88,21 @@ class SessionBlocks:
         self._user[block_ids] = NOTHING
 
     def note_use(self, row: int, block_ids: BlockIds) -> None:
-        """Note that a row gives these blocks back."""
+        """Record that a row releases these blocks."""
         number, num_public = self._of_row.get(row, (0, 0))
         user = self._user[block_ids]
         ours = (number > 0) & ((user == NOBODY) | (user == number)) & (self._depth[block_ids] >= num_public)
         self._user[block_ids] = np.where(user == NOTHING, NOTHING, np.where(ours, number, SEVERAL))
 
     def close(self, session: Hashable) -> int | None:
-        """Forget a session; returns the number that its blocks have, None if the session is unknown."""
+        """Forget a session. Returns the session's number; None if the session is unknown."""
         number = self._numbers.pop(session, None)
         if number is not None and number in self._num_requests:
             self._closed.add(number)
         return number
 
     def take(self, number: int) -> BlockIds:
-        """Return the cached blocks that belong to this session alone, tails before heads, and make them NOBODY's."""
+        """Return the cached blocks that only this session used, tails before heads, and set their user to NOBODY."""
         block_ids = np.flatnonzero(self._user == number).astype(np.int32)
         self._user[block_ids] = NOBODY
         return block_ids[np.argsort(-self._depth[block_ids], kind="stable")]

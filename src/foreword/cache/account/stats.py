@@ -22,7 +22,7 @@ class PrefixCacheStats:
     traffic left in the cache. Two kinds of lookups find tokens of the same prompt; they have counters of their own:
 
         preempted_*   a request that resumes after preemption looks its own tokens up again (as in vLLM)
-        forked_*      of `n` answers to one prompt, the second and later ones find tokens that the first computes
+        forked_*      of `n` answers to one prompt, the second and later answers find tokens that the first computes
     """
 
     requests: int = 0

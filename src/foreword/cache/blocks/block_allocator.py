@@ -1,7 +1,7 @@
 """PrefixCachingBlockAllocator: vLLM v0's interface to the pool, block by block instead of request by request.
 
-It keeps chains of blocks, their tokens and their keys; a `BlockPool` keeps holders, free blocks and the map of keys.
-The method and the names are those of vLLM v0.6.
+It keeps the chains of blocks, with the blocks' tokens and keys. A `BlockPool` keeps the number of holders of each
+block, the free blocks and the index of keys. The method and the names are those of vLLM v0.6.
 
 A block is mutable until it is full. A full block has a key (its content hash, which identifies the whole chain up to
 it), can be found, and never changes. If another block already has that key, the chain continues with the other block,
@@ -46,7 +46,7 @@ class PrefixCachingBlockAllocator:
     """Blocks that are found by their content.
 
     Free blocks that hold nothing are given away first, then the least recently accessed blocks
-    (`mark_blocks_as_accessed`). Among blocks accessed at one time, the block that ends the longest prefix goes first.
+    (`mark_blocks_as_accessed`). Among blocks accessed at the same time, the block with the longest prefix goes first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, hash_fn: HashFunction = sha256) -> None:
@@ -106,10 +106,11 @@ class PrefixCachingBlockAllocator:
         return PrefixCachingBlock(prev_block, block_id, self._hash_fn)
 
     def append_token_ids(self, block: PrefixCachingBlock, token_ids: Sequence[int]) -> None:
-        """Append tokens to a mutable block. A full block can be found, or is replaced by the block that has its key.
+        """Append tokens to a mutable block. If the block is full then, lookups find it by its key.
 
-        A block that a fork holds too is copied first (`clear_copy_on_writes`). Raises AllocationError for more tokens
-        than fit, for a block that was freed, or if no block is free for the copy.
+        If another block has this key already, it replaces the full block. A block that a fork holds too is copied first
+        (`clear_copy_on_writes`). Raises AllocationError for more tokens than fit, for a block that was freed, or if no
+        block is free for the copy.
         """
         room = self.block_size - len(block.token_ids)
         if len(token_ids) > room or block.block_id is None:
@@ -144,7 +145,7 @@ class PrefixCachingBlockAllocator:
         return copies
 
     def fork(self, last_block: PrefixCachingBlock) -> list[PrefixCachingBlock]:
-        """Copy a chain, from its first block to `last_block`, for another sequence. Its blocks get one more holder."""
+        """Copy a chain, from its first block to `last_block`, for another sequence. Each block gets one more holder."""
         chain: list[PrefixCachingBlock] = []
         block: PrefixCachingBlock | None = last_block
         while block is not None:
@@ -160,14 +161,14 @@ class PrefixCachingBlockAllocator:
         return copies
 
     def free(self, block: PrefixCachingBlock) -> None:
-        """Give up one hold of a block. The block can be found until its memory is needed."""
+        """Remove one holder of a block. Lookups find the block until its memory is needed."""
         self._pool.free_blocks(_ids(_held(block)))
         block.block_id = None
 
     # ------------------------------------------------------------- state of blocks
 
     def mark_blocks_as_accessed(self, block_ids: Iterable[int], now: float) -> None:
-        """Note that these blocks were used now. `now` never decreases."""
+        """Record that these blocks were used now. `now` must not decrease from call to call."""
         self._evictor.note_accessed(np.fromiter(block_ids, np.int32), now)
 
     def mark_blocks_as_computed(self, block_ids: Iterable[int]) -> None:
@@ -193,7 +194,7 @@ class PrefixCachingBlockAllocator:
         return self._num_hits / self._num_queries if self._num_queries else -1.0
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything, and count hits anew. Raises CacheBusyError while blocks are held."""
+        """Forget everything, reset the hit rate, and return True. Raises CacheBusyError while blocks are held."""
         self._pool.reset_prefix_cache()
         self._num_queries = self._num_hits = 0
         self._computed.clear()

@@ -1,8 +1,8 @@
 """The blocks of the KV memory: who holds them, and which are free.
 
-A policy decides which free block goes next. An observer knows the contents of blocks, and the pool calls it before a
-block is overwritten. The observer is a coordinator with an index or, in a pool that is used alone, the pool's own index
-of keys.
+A policy decides which free block is given away next. An observer knows the contents of blocks, and the pool calls the
+observer before a block is overwritten. The observer is a coordinator with an index or, in a pool that is used alone,
+the pool's own index of keys.
 
 All state is in numpy arrays indexed by block id, and every operation takes many blocks at once.
 """
@@ -29,15 +29,17 @@ from foreword.errors import AllocationError, CacheBusyError, ConfigError
 class BlockPool:
     """A fixed number of blocks with a reference count each.
 
-    A block is free exactly when its count is 0. A free block keeps its content: `touch` takes it back until
-    `get_new_blocks` gives it to someone else. Just before that, the pool calls `on_reuse` with the ids. `on_reuse` may
-    return these ids and those of other blocks that cannot be found without them; the pool reports them to its policy.
+    A block is free exactly when its count is 0. A free block keeps its content, and `touch` can take the block back,
+    until `get_new_blocks` gives it to someone else. Just before that, the pool calls `on_reuse` with the ids of the
+    blocks. `on_reuse` may return these ids, and the ids of blocks that cannot be found without these blocks; the pool
+    reports all returned ids to its policy.
 
-    The policy decides which block goes first (default: `lru`), except for tails and blocks of linked text, here called
-    tails too. Tails go after blocks that hold nothing and before all other cached blocks, the least recently used
-    first. The policy does not know tails; it counts them as held.
+    The policy decides which block is given away first (default: `lru`), except for tails. Here, blocks of linked text
+    are called tails too. Tails are given away after blocks that hold nothing and before all other cached blocks, the
+    least recently used tail first. The policy does not know tails: it counts them as held blocks.
 
-    Blocks that were given up go before the tails, until somebody uses them again. The policy counts them as held, too.
+    Blocks that were given up (`give_up`) are given away before the tails, until somebody uses them again. The policy
+    counts these blocks as held, too.
 
     Without `on_reuse` the pool has an index of its own, which `cache_full_blocks` fills.
     """
@@ -82,7 +84,7 @@ class BlockPool:
         return int(np.count_nonzero(self._ref_counts.take(block_ids) == 0))
 
     def count_held_once(self, block_ids: BlockIds) -> int:
-        """The number of these blocks that have one holder: freeing them makes them free."""
+        """The number of these blocks that have exactly one holder, and so are free after one `free_blocks`."""
         return int(np.count_nonzero(self._ref_counts[block_ids] == 1))
 
     def get_new_blocks(self, count: int) -> BlockIds:
@@ -107,12 +109,12 @@ class BlockPool:
         return block_ids
 
     def next_empty(self, count: int) -> BlockIds:
-        """The first blocks that `get_new_blocks` will give, as far as they hold nothing; at most `count`."""
+        """The first blocks that `get_new_blocks` will give, but only blocks that hold nothing; at most `count`."""
         count = min(count, self.num_empty)
         return self.free_block_ids()[:count] if count else NO_BLOCKS
 
     def _take_early(self, count: int) -> BlockIds:
-        """Take blocks while tails or given-up blocks go before the policy's."""
+        """Take `count` blocks if there are free tails or given-up blocks, which go before other cached blocks."""
         parts = [self._free.popleft(min(count, self._free.num_empty))]
         count -= len(parts[0])
         parts.append(self._given_up.free.popleft(min(count, len(self._given_up.free))))
@@ -122,10 +124,10 @@ class BlockPool:
         return np.concatenate((*parts, self._free.popleft(count - len(parts[-1]))))
 
     def give_up(self, block_ids: BlockIds) -> int:
-        """Let these (distinct) cached blocks go before tails, in this order; held blocks go early once they are free.
+        """Let these (distinct) cached blocks be given away before tails, in this order, once they are free.
 
-        They go after the blocks that were given up earlier. Tails stay tails. Returns the number of blocks that did not
-        go early before.
+        Blocks that were given up earlier go first. Tails stay tails. Returns the number of blocks that this call gave
+        up, without tails and blocks that were given up already.
         """
         tails, given_up = self._tails, self._given_up
         block_ids = block_ids.compress(~(tails.free.holds(block_ids) | given_up.free.holds(block_ids)))
@@ -138,7 +140,7 @@ class BlockPool:
         return len(block_ids)
 
     def take_back(self, block_ids: BlockIds) -> None:
-        """Return given-up blocks among these to the policy, as if they were freed just now."""
+        """Undo `give_up` for these blocks. The policy gets the free ones back, as if they were freed just now."""
         self._free.append(self._given_up.forget(block_ids))
 
     def touch(self, block_ids: BlockIds) -> None:
@@ -180,9 +182,9 @@ class BlockPool:
             self.free_blocks(block_ids)
 
     def note_tail(self, block_id: int) -> None:
-        """Note that this held block goes before all other cached blocks once it is free.
+        """Record that this held block is given away before other cached blocks once it is free.
 
-        It is indexed as a tail, or it holds linked text, which a copy rebuilds.
+        The block is indexed as a tail, or holds linked text, which another copy can rebuild.
         """
         self._tails.held.add(block_id)
 
@@ -191,7 +193,7 @@ class BlockPool:
         return self._tails.free.holds(block_ids)
 
     def tail_block_ids(self) -> set[int]:
-        """All tails, held and free, that go before other cached blocks."""
+        """All tails that are given away before other cached blocks, both held and free tails."""
         return self._tails.held.union(self._tails.free.in_order().tolist())
 
     def keep_as_block(self, block_id: int, depth: int) -> None:
@@ -202,23 +204,23 @@ class BlockPool:
         self._free.append(block_ids)
 
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        """Note that these held blocks were indexed, as blocks number `depths` of their prefixes."""
+        """Record that these held blocks were indexed; block i is number `depths[i]` of its prefix."""
         self._free.note_cached(block_ids, depths)
         if self.users is not None:
             self.users.note_cached(block_ids, depths)
 
     @property
     def wants_keys(self) -> bool:
-        """Whether `note_keys` is of use: keys cost a hash per block."""
+        """Whether to call `note_keys`. A key costs a hash per block, and not every policy needs keys."""
         return self._keyed is not None
 
     def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
-        """Tell the policy the keys of the blocks of the last `note_cached`, in the same order."""
+        """Give the policy the keys of these blocks, which are the blocks of the last `note_cached`, in that order."""
         if self._keyed is not None:
             self._keyed.note_keys(block_ids, keys)
 
     def note_forgotten(self, block_ids: BlockIds) -> None:
-        """Note that the contents of these (distinct) blocks can no longer be found. Their holders keep them."""
+        """Record that the contents of these (distinct) blocks can no longer be found. Holders keep the blocks."""
         self._free.note_forgotten(block_ids)
         if self.users is not None:
             self.users.note_forgotten(block_ids)
@@ -234,7 +236,7 @@ class BlockPool:
         return int(self._ref_counts[block_id])
 
     def get_cached_block(self, key: BlockHash, group_ids: Iterable[int] = (0,)) -> list[KVCacheBlock] | None:
-        """The block that holds a key in each of these groups, or None if a group lacks the key. Changes nothing."""
+        """For each of these groups, the block with this key. None if a group has no such block. Changes nothing."""
         finders = [self._checked_index().finder(group_id) for group_id in group_ids]
         block_ids = [block_id for finder in finders if (block_id := finder(key)) is not None]
         return [self.block(block_id) for block_id in block_ids] if len(block_ids) == len(finders) else None
@@ -269,7 +271,7 @@ class BlockPool:
             self.note_keys(block_ids, [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys])
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Forget the contents of these blocks. Their holders keep them. Entries below 0 stand for no block."""
+        """Forget the contents of these blocks. Holders keep the blocks. Entries below 0 stand for no block."""
         self.note_forgotten(self._checked_index().remove(as_block_ids(block_ids, self.num_blocks)))
 
     def reset_prefix_cache(self) -> bool:
@@ -295,11 +297,11 @@ class BlockPool:
         return self._index
 
     def ref_counts(self) -> npt.NDArray[np.int32]:
-        """Reference count of every block, [num_blocks] (a copy)."""
+        """A copy of the reference counts of all blocks, [num_blocks]."""
         return self._ref_counts.copy()
 
     def free_block_ids(self) -> BlockIds:
-        """Free blocks in the order in which they would be given away (a copy)."""
+        """A new array of the free blocks, in the order in which they would be given away."""
         others = self._free.in_order()
         if not len(self._tails.free) and not len(self._given_up.free):
             return others
@@ -336,7 +338,7 @@ class _EarlyBlocks:
         self.held: set[int] = set()
 
     def hold(self, block_ids: BlockIds) -> BlockIds:
-        """Note that these free blocks are held now; returns the blocks that are of another kind."""
+        """Record that these free blocks are held now. Returns the blocks that are not of this kind."""
         if not len(self.free):
             return block_ids
         ours = self.free.holds(block_ids)
@@ -345,7 +347,7 @@ class _EarlyBlocks:
         return block_ids[~ours]
 
     def release(self, block_ids: BlockIds) -> BlockIds:
-        """Note that these held blocks are free now, in this order; returns the blocks that are of another kind."""
+        """Record that these held blocks are free now, in this order. Returns the blocks that are not of this kind."""
         if not self.held:
             return block_ids
         ours = np.array([block_id in self.held for block_id in block_ids.tolist()], np.bool_)
@@ -400,5 +402,5 @@ class KVCacheBlocks:
         return KVCacheBlocks(tuple([*ours, *more] for ours, more in zip(self.blocks, other.blocks, strict=True)))
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Their ids, by group; -1 (NULL_BLOCK) where the group needs no block."""
+        """The blocks' ids, by group; -1 (NULL_BLOCK) where the group needs no block."""
         return tuple([block.block_id for block in group] for group in self.blocks)

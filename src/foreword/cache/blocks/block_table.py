@@ -1,4 +1,4 @@
-"""Block tables of the running requests: the rows of one array for each group of layers."""
+"""Block tables of the running requests: one array for each group of layers, with a row for each request."""
 
 from __future__ import annotations
 
@@ -87,26 +87,26 @@ class BlockTable:
         return int(self._lengths[row])
 
     def lengths(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Lengths of several rows (a copy)."""
+        """A new array of the lengths of several rows, in blocks."""
         return self._lengths[rows]
 
     def row(self, row: int) -> BlockIds:
-        """Block ids of one request (a view, valid until the next change)."""
+        """A view of one request's block ids, valid until the table changes."""
         return self._ids[row, : self._lengths[row]]
 
     def entries(self, rows: npt.NDArray[np.int64], numbers: npt.NDArray[np.integer]) -> BlockIds:
-        """Entry `numbers[i]` of row `rows[i]` (a copy)."""
+        """A new array: for each i, entry `numbers[i]` of row `rows[i]`."""
         block_ids: BlockIds = self._ids[rows, numbers]
         return block_ids
 
     def gather(self, rows: npt.NDArray[np.int64]) -> tuple[BlockIds, npt.NDArray[np.int32]]:
-        """Tables of several requests, [len(rows), longest], and their lengths (copies)."""
+        """Copies of several requests' tables, [len(rows), longest], and the tables' lengths in blocks, [len(rows)]."""
         lengths = self._lengths[rows]
         return self._ids[rows, : int(lengths.max(initial=0))], lengths
 
 
 class MultiGroupBlockTable:
-    """One table per group; a request has the same row number in all of them."""
+    """One table per group. A request has the same row number in all tables."""
 
     def __init__(self, num_groups: int) -> None:
         self.groups = tuple(BlockTable() for _ in range(num_groups))
@@ -122,7 +122,7 @@ class MultiGroupBlockTable:
             tables.close_row(row)
 
     def held(self, row: int, block_sizes: Sequence[int]) -> BlockIds:
-        """All blocks of a row (a copy), in the order of their ends in the sequence, the last end first."""
+        """A new array of a row's blocks in all groups, in the order of the positions where they end, the last first."""
         if len(self.groups) == 1:
             table = self.groups[0].row(row)[::-1]
             return table[table >= 0]

@@ -26,8 +26,8 @@ class FreeKVCacheBlockQueue:
         buffer   . . . 7 8 9 4 3 2 . . .        place[8] == head + 1
                        ^head       ^tail        place[5] == NOT_QUEUED
 
-    The buffer has three entries for each block. When the queue reaches one of its ends, it is compacted
-    into the middle, with room for every block on both sides: amortised O(1) a block.
+    The buffer has three entries for each block. When the queue reaches an end of the buffer, the queue is compacted
+    into the middle, with room for every block on both sides. The cost is amortised O(1) a block.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -108,7 +108,7 @@ class FreeKVCacheBlockQueue:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def in_order(self) -> BlockIds:
-        """All free blocks from head to tail (a copy)."""
+        """A new array of all free blocks, from head to tail."""
         window = self._buffer[self._head : self._tail]
         return window.compress(self._place.take(window) == np.arange(self._head, self._tail, dtype=np.int32))
 
@@ -127,7 +127,7 @@ class FreeKVCacheBlockQueue:
 
 
 class _Lane:
-    """The entries of one key in order of arrival; some are stale."""
+    """The entries of one key, in order of arrival. Some entries are stale."""
 
     __slots__ = ("block_ids", "entries", "head", "tail")
 
@@ -157,15 +157,15 @@ class _Lane:
 
 
 class KeyedBlockQueue:
-    """Free blocks by key, the lowest first; among equal keys in order of arrival. Empty at first.
+    """Free blocks in the order of their keys, the lowest key first. The queue is empty at first.
 
-    Every key has its own lane, and a heap finds the lowest lane. Entries are numbered across all
-    lanes, so a stale entry is recognised wherever its block is now:
+    Every key has a lane, with the blocks of this key in order of arrival, and a heap finds the lane of the lowest key.
+    Entries are numbered across all lanes, so a stale entry is recognised even if its block is in another lane now:
 
         key 0   ids 7 4 . .   entries 0 3        entry[4] == 3
-        key 5   ids 9 4 . .   entries 1 2        so the 4 in the lower lane is stale
+        key 5   ids 9 4 . .   entries 1 2        so the 4 in the lane of key 5 is stale
 
-    Amortised O(1) a block, and O(log lanes) for each lane that is opened or used up. When stale entries
+    The cost is amortised O(1) a block, and O(log lanes) for each lane that is opened or used up. When stale entries
     outnumber the blocks, all lanes are compacted.
     """
 
@@ -226,7 +226,7 @@ class KeyedBlockQueue:
         return block_ids
 
     def in_order(self) -> BlockIds:
-        """All free blocks from head to tail (a copy)."""
+        """A new array of all free blocks, in the order in which `popleft` takes them."""
         return np.concatenate([NO_BLOCKS, *(self._alive(self._lanes[key])[0] for key in sorted(self._lanes))])
 
     def check_integrity(self) -> None:

@@ -24,23 +24,23 @@ class _Pin:
     owner: str | None
     until: float
     refresh_s: float | None
-    """Seconds for which a hit of its last block keeps it from then on; None: hits do not prolong it."""
+    """Seconds for which the pin stays after a hit of its last block; None: hits do not prolong the pin."""
     blocks: dict[int, None] = field(default_factory=dict)
-    """The blocks that it still has, head first."""
+    """The blocks that the pin still has, head first."""
     last: int | None = None
-    """Its last block, by which it is indexed."""
+    """The pin's last block, by which the pin is indexed."""
 
 
 class PinnedPolicy:
-    """Free blocks in the order of another policy, then pinned blocks, the least recently freed first.
+    """Evicts blocks without a pin first, in another policy's order; then pinned blocks, the least recently freed first.
 
-    Several pins may hold a block; it is pinned until the last of them ends. A pin is soft: if all other blocks are
-    taken, the pool gives away pinned blocks too, and `num_broken` counts them. A pin ends at its time or at `unpin`;
-    it loses blocks whose content is forgotten. At most `max_share` of the pool can be pinned, because a fully pinned
-    pool would have no eviction policy; one owner can pin at most `max_owner_share` of it.
+    Several pins may hold a block; the block is pinned until the last of these pins ends. A pin is soft: if all other
+    blocks are taken, the pool gives away pinned blocks too, and `num_broken` counts them. A pin ends at its time or at
+    `unpin`. It loses blocks whose content is forgotten. At most `max_share` of the pool can be pinned, because a fully
+    pinned pool would have no eviction policy. One owner can pin at most `max_owner_share` of the pool.
 
-    The inner policy counts pinned free blocks as held. Costs O(1) a block beyond the inner policy, and O(log pins) for
-    each pin that starts or ends.
+    The inner policy counts pinned free blocks as held. The cost beyond the inner policy is O(1) a block, and O(log
+    pins) for each pin that starts or ends.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PinnedPolicy:
         self._is_free: npt.NDArray[np.bool_] = np.ones(num_blocks, np.bool_)
         self._queue = FreeKVCacheBlockQueue.empty(num_blocks)
         self._ends: list[tuple[float, int, Hashable]] = []
-        """Heap of (time, number, pin). At this time the pin ends, or it is put back if its end has moved later."""
+        """Heap of (time, number, pin). At this time the pin ends; the entry is put back if the end has moved later."""
         self._num_pushed = 0
         self._now = -np.inf
 
@@ -87,8 +87,8 @@ class PinnedPolicy:
         """Add blocks to the pin of this name, or begin a pin. Returns the given blocks that the pin has now.
 
         Give the head of a prefix first: pinning stops at the first block that the budget does not cover or that holds
-        nothing cached. The pin's end never moves earlier (`set_end` can do that). The longest `refresh_s` counts, and
-        the `owner` of the first call. Modifies the order of the free blocks.
+        nothing cached. A call never moves the pin's end earlier (`set_end` can do that). Of several calls, the longest
+        `refresh_s` and the first `owner` count. Modifies the order of the free blocks.
         """
         held = self._pins.get(pin)
         if held is None:
@@ -155,7 +155,7 @@ class PinnedPolicy:
         self.inner.append(freed)
 
     def _release(self, name: Hashable, pin: _Pin, block_ids: Iterable[int]) -> BlockIds:
-        """Take blocks from a pin; returns the blocks that no pin has any more."""
+        """Remove blocks from a pin. Returns the blocks that no pin has any more."""
         ended = []
         for block_id in block_ids:
             del pin.blocks[block_id]
@@ -192,7 +192,7 @@ class PinnedPolicy:
         pin.last = last
 
     def _lose(self, block_ids: BlockIds) -> None:
-        """Take blocks whose content is gone from all their pins."""
+        """Remove blocks, whose content was forgotten, from all pins."""
         for block_id in block_ids[self._is_pinned[block_ids]].tolist():
             for name in [name for names in self._holders[block_id].values() for name in names]:
                 self._release(name, self._pins[name], [block_id])
@@ -214,7 +214,7 @@ class PinnedPolicy:
         return ended
 
     def has_room(self, owner: str | None) -> bool:
-        """Whether the budgets cover another block."""
+        """Whether the budgets of the pool and the owner cover another block."""
         within = owner is None or self.num_pinned_by[owner] < self.max_pinned_by_owner
         return within and self.num_pinned < self.max_pinned
 
@@ -224,16 +224,16 @@ class PinnedPolicy:
         return None if held is None else held.until
 
     def blocks_of(self, pin: Hashable) -> BlockIds:
-        """The blocks that a pin still has, head first (a copy); empty if there is no such pin."""
+        """A new array of the blocks that a pin still has, head first; empty if there is no such pin."""
         held = self._pins.get(pin)
         return np.array([] if held is None else list(held.blocks), np.int32)
 
     def pinned_block_ids(self) -> BlockIds:
-        """Blocks with a pin, held or free, in the order of their ids (a copy)."""
+        """A new array of the blocks with a pin, held or free, in the order of their ids."""
         return np.flatnonzero(self._is_pinned).astype(np.int32)
 
     def _push(self, until: float, pin: Hashable) -> None:
-        if len(self._ends) > 2 * len(self._pins) + 16:  # most entries are of pins that ended early
+        if len(self._ends) > 2 * len(self._pins) + 16:  # most entries belong to pins that ended early
             self._ends = [(held.until, number, name) for number, (name, held) in enumerate(self._pins.items())]
             heapq.heapify(self._ends)
             self._num_pushed = len(self._ends)
@@ -295,7 +295,7 @@ class PinnedPolicy:
         self.inner.note_keys(block_ids, keys)
 
     def note_hit(self, block_ids: BlockIds) -> None:
-        """Refresh the pins whose last block was hit, as of the latest time that `expire` or `pin` was given."""
+        """Refresh the pins whose last block was hit. The time of the hit is the latest time that `expire` was given."""
         self.inner.note_hit(block_ids)
         if not self.num_pinned:
             return

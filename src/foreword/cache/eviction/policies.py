@@ -1,6 +1,6 @@
-"""Eviction policies by use, by priority and by time, and the names of all policies; `value.py` has the learning policy.
+"""Eviction policies that order blocks by last use, access time or priority, and the names of all policies.
 
-Each class implements `EvictionPolicy`.
+Each class implements `EvictionPolicy`. The policy that learns is in `value.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from foreword.errors import ConfigError
 
 
 class LruPolicy(FreeKVCacheBlockQueue):
-    """Blocks that hold nothing, the last freed first; then the least recently freed first: exactly vLLM's order.
+    """First the blocks that hold nothing, the last freed first; then cached blocks, the least recently freed first.
 
-    A hit removes its blocks from the queue. When the request ends, they join the queue's tail, the last block first. So
-    blocks go in the order of their last use, and within a request the tail goes before the head.
+    This is exactly vLLM's order. A hit removes its blocks from the queue. When the request ends, these blocks join the
+    queue's tail, the last block first. So blocks are evicted in the order of their last use, and within a request the
+    tail before the head.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -73,7 +74,7 @@ class LruPolicy(FreeKVCacheBlockQueue):
 
 
 class RankedPolicy(EmptyFirstPolicy):
-    """Lowest rank first; among equals the least recently freed first. The rank of newly cached content is 0."""
+    """Evicts the lowest rank first; among equal ranks, the least recently freed block. New content has rank 0."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -108,10 +109,10 @@ class RankedPolicy(EmptyFirstPolicy):
 
 
 class AccessTimePolicy(RankedPolicy):
-    """Least recently accessed first, by the caller's clock; among equals, the block that ends the longer prefix.
+    """Evicts the least recently accessed block first, by the caller's clock; at equal times, the longer prefix first.
 
-    The order of vLLM v0's evictor for blocks that are freed one by one (`block_allocator.py`). O(log k) a block among
-    k free blocks.
+    This is the order of vLLM v0's evictor, for blocks that are freed one by one (`block_allocator.py`). The cost is
+    O(log k) a block among k free blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -119,11 +120,11 @@ class AccessTimePolicy(RankedPolicy):
         self._times: npt.NDArray[np.float64] = np.zeros(num_blocks)
         self._depths: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._number: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
-        """For each block, the number of the time of its last use; different times are numbered in order."""
+        """For each block, the number of its last access time. Different times have ascending numbers."""
         self._now, self._num_times = -np.inf, 0
 
     def note_accessed(self, block_ids: BlockIds, now: float) -> None:
-        """Note that these blocks were used at time `now`, which is not before the `now` of an earlier call."""
+        """Record that these blocks were used at time `now`, which must not decrease from call to call."""
         self._num_times += now > self._now
         self._now = now
         self._times[block_ids], self._number[block_ids] = now, self._num_times
@@ -144,15 +145,16 @@ class AccessTimePolicy(RankedPolicy):
 
 
 class PriorityPolicy(RankedPolicy):
-    """Lowest priority number first, so a higher number stays longer; among equals the least recently freed first.
+    """Evicts the lowest priority number first; among equal numbers, the least recently freed block.
 
     `set_priority` gives numbers to blocks. A number lasts as long as the block's content; the default is 0. Choose this
-    policy where the caller knows which content will be used again: a system prompt more likely than a user's document,
-    and the document more likely than an answer. O(1) a block, O(log priorities) for each different number in a call.
+    policy if the caller knows which content is most likely to be used again: for example, a system prompt is more
+    likely than a user's document, and the document is more likely than an answer. The cost is O(1) a block, and
+    O(log priorities) for each different number in a call.
     """
 
     def set_priority(self, block_ids: BlockIds, priority: int) -> None:
-        """Give these blocks a number. Free blocks count as freed just now; blocks that hold nothing are ignored."""
+        """Give these blocks a priority. Free blocks count as freed just now; blocks that hold nothing are ignored."""
         self._set_ranks(block_ids[self._is_cached[block_ids]], priority)
 
 

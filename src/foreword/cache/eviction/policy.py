@@ -1,10 +1,10 @@
-"""Eviction policies: the protocol by which a pool calls a policy, and a base class for orders of cached blocks.
+"""Eviction policies: the protocol by which a pool calls a policy, and a base class for policies.
 
 Giving away a free block that holds nothing costs nothing, so every policy gives such blocks away first. The last freed
 block goes first, because its memory is most likely still in a processor's cache. All policies take many blocks a call.
 
 A good order takes the tail of a prefix before its head: a head without its tail is still a hit, but a tail without its
-head can never be found. Requests free their last block first, so the order of freeing, which breaks ties, does this.
+head can never be found. Policies break ties by the order of freeing, and requests free their last block first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EvictionPolicy(Protocol):
     def append(self, block_ids: BlockIds) -> None:
         """Add held blocks that became free, in the order given.
 
-        Blocks that hold nothing cached will go first, in the order given.
+        Blocks that hold nothing cached are given away first, in the order given.
         """
 
     def remove(self, block_ids: BlockIds) -> None:
@@ -51,21 +51,23 @@ class EvictionPolicy(Protocol):
         """All free blocks in the order in which they would be given away (a copy). Changes nothing."""
 
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        """Note that these held blocks, which held nothing, were cached, as blocks number `depths` of their prefixes.
+        """Record that these held blocks, which held nothing, were cached; block i is number `depths[i]` of its prefix.
 
-        Sets the facts about their contents; the order of the free blocks stays.
+        Sets the facts about the blocks' contents. The order of the free blocks does not change.
         """
 
     def note_hit(self, block_ids: BlockIds) -> None:
-        """Note that a lookup found these blocks and that a request holds them now.
+        """Record that a lookup found these blocks and that a request holds them now.
 
-        Changes their places when they are freed; the order of the free blocks stays.
+        This may change how late the blocks are evicted after they are freed. The order of the free blocks does not
+        change.
         """
 
     def note_forgotten(self, block_ids: BlockIds) -> None:
-        """Note that the contents of these blocks, free or held, can no longer be found. A second call changes nothing.
+        """Record that the contents of these blocks, free or held, can no longer be found.
 
-        Resets the facts about their contents, and moves the free blocks to those that hold nothing.
+        Resets the facts about the contents. The free blocks among these blocks now count as blocks that hold nothing. A
+        second call changes nothing.
         """
 
     def check_integrity(self) -> None:
@@ -81,19 +83,19 @@ class KeyedPolicy(Protocol):
         """Whether to call `note_keys`; a key costs a hash per block."""
 
     def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
-        """Note the keys of the blocks of the last `note_cached`, in the same order."""
+        """Record the keys of these blocks, which are the blocks of the last `note_cached`, in that order."""
 
 
 @runtime_checkable
 class LearningPolicy(Protocol):
-    """A policy that learns from the traffic which blocks return."""
+    """A policy that learns from the traffic which blocks are used again."""
 
     def chance_of_return(self, num_blocks: int) -> float:
-        """The share of blocks used again within the policy's memory, for requests that add `num_blocks` blocks."""
+        """The expected share of a request's blocks that will be used again, if the request adds `num_blocks` blocks."""
 
 
 class EmptyFirstPolicy(ABC):
-    """Blocks that hold nothing, the last freed first; then cached blocks, in the subclass's order.
+    """First the blocks that hold nothing, the last freed first; then cached blocks, in the subclass's order.
 
     The subclass keeps the free cached blocks (`_add`, `_discard`, `_take`, `_kept`), and may record facts about the
     contents of all cached blocks (`_learn`, `note_hit`, `_unlearn`).
@@ -115,7 +117,7 @@ class EmptyFirstPolicy(ABC):
 
     @abstractmethod
     def _take(self, count: int) -> BlockIds:
-        """Remove and return the first `count` blocks."""
+        """Remove and return the first `count` free cached blocks."""
 
     @abstractmethod
     def _kept(self) -> BlockIds:
@@ -126,11 +128,11 @@ class EmptyFirstPolicy(ABC):
         """Raise AssertionError if the subclass's own state contradicts itself."""
 
     def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        """Note blocks that are cached from now on."""
+        """Record facts about blocks that are cached from now on; block i is number `depths[i]` of its prefix."""
         return
 
     def _unlearn(self, block_ids: BlockIds) -> None:
-        """Note blocks that are no longer cached; they have left the free cached blocks."""
+        """Forget facts about blocks that are no longer cached. `_discard` or `_take` has removed them already."""
         return
 
     def __len__(self) -> int:

@@ -6,15 +6,16 @@ the traffic which kinds of blocks return.
 It counts time in uses: each block that a request frees is one use. docs/decisions/0010-value-policy.md lists the
 variants that were tried.
 
-Each freed block belongs to a class: the number of its uses, whether it is the last of its request, and the number of
-blocks that its request added. For each class the policy counts how many blocks reach an age, and how many are
-hit before the next age. It includes evicted blocks, whose keys it remembers as ghosts. From these hazards it
-computes the value of keeping a block, for each class and age: the maximum, over all horizons, of
+Each freed block has a class. The class depends on the number of the block's uses, on whether it is the last block of
+its request, and on the number of blocks that the request added. For each class the policy counts the blocks that reach
+an age, and the blocks that are hit before the next age. Evicted blocks count too: the policy remembers their keys as
+ghosts. The ratio of the two counts is the hazard. From the hazards, the policy computes the value of keeping a block,
+for each class and age. The value is the maximum, over all horizons, of
 
-    probability of a hit within the horizon / expected time that the block occupies until hit or horizon
+    probability of a hit within the horizon / expected time for which the block occupies memory, until hit or horizon
 
-(Gittins' index, as in EVA and LHD). The block of the least value goes first. A head is worth at least as
-much as the blocks after it, so a tail goes before its head.
+(Gittins' index, as in EVA and LHD). The block with the least value is evicted first. A head is worth at least as much
+as the blocks after it, so a tail is evicted before its head.
 
 After Beckmann, Chen and Cidon, "LHD: improving cache hit rate by maximizing hit density" (NSDI 2018).
 """
@@ -35,44 +36,44 @@ from foreword.cache.keys.hashing import BlockHash
 FloatArray = npt.NDArray[np.float64]
 
 USE_CLASS = np.array([0, 1, 2, 3, 4, 4, 5], np.int16)
-"""The class of each number of earlier uses; the last one covers all larger numbers."""
+"""[number of earlier uses] -> part of the class; the last entry covers all larger numbers."""
 
 NUM_SIZES = 26
-"""Classes of the number of blocks that a request added: 0, 1, and two for each doubling."""
+"""The number of classes for the number of blocks that a request added: one for 0, one for 1, two for each doubling."""
 
 NUM_CLASSES = 6 * 2 * NUM_SIZES
 NEIGHBOUR_WEIGHTS = (0.5, 0.25, 0.125)
 """Weights of the evidence from sizes one, two and three classes away. Without them, the results depend on where
 classes happen to end."""
 HORIZON = 32
-"""The highest age that the policy distinguishes, in capacities of the pool."""
+"""The highest age that the policy distinguishes is this factor times the number of blocks in the pool (in uses)."""
 MIN_REMEMBERED = 1 << 16
-"""The least number of uses to remember, however small the pool is."""
+"""The number of uses that the policy remembers at least, even in a small pool."""
 PRIOR_HAZARD = 0.05
 """The hazard of every bin before there is evidence. With it, a block's value falls with age: the order is LRU."""
 PRIOR_WEIGHT = 20.0
 SHRINKAGE = 10.0
-"""With this number of observed blocks, a class's estimate is half its own evidence, half the average of all classes."""
+"""A class with this number of observed blocks is estimated half from these blocks, half from the average class."""
 MEMORY_USES = 200_000
-"""The least number of uses after which evidence counts half."""
+"""The number of uses after which evidence counts half, in small pools (see MEMORY_CAPACITIES)."""
 MEMORY_CAPACITIES = 16
-"""The number of pool capacities, in uses, after which evidence counts half, unless MEMORY_USES is more."""
+"""In large pools, evidence counts half after this factor times the number of blocks in the pool (in uses)."""
 BINS_PER_DOUBLING = 2
 STEPS_PER_DOUBLING = 4
-"""Values within one step count as equal, and LRU decides: the estimates are not more precise than that."""
+"""Values within one step count as equal, and the order is LRU, because estimates are not more precise than a step."""
 BATCH_SHARE = 32
-"""After other blocks are used, the order of the first blocks stays valid: a number of blocks that is 1/32 of the pool.
-So sorting costs amortised O(log n) a block."""
+"""A batch of the first blocks in the ranking, 1/32 of the pool, keeps its order even after other blocks are used. So
+sorting costs amortised O(log n) a block."""
 
 
 def key_numbers(keys: Sequence[BlockHash]) -> npt.NDArray[np.uint64]:
-    """Return a nonzero number for each key, from its first bytes and its last bytes (perhaps a group's number)."""
+    """A nonzero number for each key, from its first bytes and its last bytes, which may be the number of a group."""
     mixed = (int.from_bytes(key[:8], "little") ^ (int.from_bytes(key[-4:], "big") << 32) for key in keys)
     return np.array([number | 1 for number in mixed], np.uint64)
 
 
 class _History:
-    """The last uses of blocks, cached or evicted: a ring buffer that grows up to `max_uses`."""
+    """The last uses of cached and evicted blocks, in a ring buffer that grows up to `max_uses` entries."""
 
     def __init__(self, max_uses: int) -> None:
         self.max_uses = max_uses
@@ -132,7 +133,7 @@ class _History:
         return self._class[entries % len(self._key)]
 
     def times(self, entries: Int64Array) -> npt.NDArray[np.int8]:
-        """The number of uses of each block before that use."""
+        """For each of these uses, the number of earlier uses of the same block."""
         return self._times[entries % len(self._key)]
 
     def _grow(self) -> None:
@@ -161,9 +162,9 @@ class _History:
 
 
 class _Hazards:
-    """For each class, the number of blocks that reached an age, and of those hit before the next age.
+    """For each class and age, the number of blocks that reached the age, and the number hit before the next age.
 
-    Ages are divided into bins that grow by half an octave:
+    Ages are divided into bins. Each edge is the square root of 2 times the edge before it:
 
         edges   0 | c/64 | c/45 | c/32 | ...          c: capacity
     """
@@ -192,7 +193,7 @@ class _Hazards:
         """Record that blocks of these classes, last used at `entries`, are used again now."""
         ages = now - entries
         np.add.at(self.hit, (classes, self.bins(ages)), 1.0)
-        # These uses are no longer their blocks' latest, so `count` would skip them: count the edges that they reached.
+        # `count` will skip these uses, which are no longer their blocks' latest. So count here the edges they reached.
         uses, bins = np.nonzero((entries[:, None] >= self.counted_to) & (ages[:, None] >= self.edges))
         np.add.at(self.reached, (classes[uses], bins), 1.0)
 
@@ -214,21 +215,21 @@ class _Hazards:
         self.hit *= 0.5
 
     def settle(self) -> None:
-        """Derive values from the current counts from now on."""
+        """From now on, derive `value` and `chance` from the current counts."""
         self._settled: tuple[FloatArray, FloatArray] | None = self.hit.copy(), self.reached.copy()
 
     @property
     def value(self) -> FloatArray:
-        """The logarithm of the value, in whole steps (STEPS_PER_DOUBLING), by class and bin.
+        """[classes, bins]: log2 of the value times STEPS_PER_DOUBLING, rounded.
 
-        It is computed on demand, so that hits need not wait for it.
+        It is computed on demand, so that hits do not wait for the computation.
         """
         self._update()
         return self._value
 
     @property
     def chance(self) -> FloatArray:
-        """The probability that blocks are hit before the highest age, by class."""
+        """[classes]: the probability that a block is hit before the highest age."""
         self._update()
         return self._chance
 
@@ -254,7 +255,7 @@ def _size(num_added: int) -> int:
 
 
 def _estimates(hit: FloatArray, reached: FloatArray) -> FloatArray:
-    """The hazards of each class, drawn towards the average of all classes where a class has little evidence."""
+    """[classes, bins]: the hazards. With little evidence for a class, they are close to the average of all classes."""
     everywhere = (hit.sum(axis=0) + PRIOR_WEIGHT * PRIOR_HAZARD) / (reached.sum(axis=0) + PRIOR_WEIGHT)
     hit, reached = _with_neighbours(hit), _with_neighbours(reached)
     ratios = (hit.sum(axis=1) + SHRINKAGE) / (reached @ everywhere + SHRINKAGE)
@@ -264,7 +265,7 @@ def _estimates(hit: FloatArray, reached: FloatArray) -> FloatArray:
 
 
 def _with_neighbours(counts: FloatArray) -> FloatArray:
-    """Counts [classes, bins], each with a share of the counts of similar sizes."""
+    """[classes, bins]: each count, plus a share of the counts of classes with similar sizes."""
     by_size = counts.reshape(-1, NUM_SIZES, counts.shape[1])
     total = by_size.copy()
     for distance, weight in enumerate(NEIGHBOUR_WEIGHTS, 1):
@@ -276,10 +277,11 @@ def _with_neighbours(counts: FloatArray) -> FloatArray:
 class ValuePolicy(EmptyFirstPolicy):
     """Evicts first the block with the fewest expected hits per memory and time; among equals, the least recently freed.
 
-    Learns while it runs and needs no settings; until it has evidence, the order is that of `lru`. A flood
-    of prompts that nobody repeats gives its class few hits, so it goes before blocks that are reused.
-    It needs keys (`note_keys`) to learn from evicted blocks; without keys it learns only from the blocks that it keeps.
-    Amortised O(log n) a block. A ghost takes about 150 bytes; there are up to 32 for each block of the pool.
+    The policy learns while it runs, and needs no settings. Until it has evidence, its order is that of `lru`. Prompts
+    that nobody repeats give their class few hits, so their blocks are evicted before blocks that are reused. The policy
+    needs keys (`note_keys`) to learn from evicted blocks; without keys it learns only from cached blocks. The cost is
+    amortised O(log n) a block. A ghost takes about 150 bytes. There are up to 32 ghosts for each block of the pool, or
+    up to 65,536 ghosts if that is more.
     """
 
     wants_keys = True
@@ -299,7 +301,7 @@ class ValuePolicy(EmptyFirstPolicy):
         self._ranking: BlockIds = NO_BLOCKS
         self._ranked_entries: Int64Array = np.empty(0, np.int64)
         self._place = self._batch_end = 0
-        """Places in the ranking: the next block, and the end of the batch, whose order is valid even if it is old."""
+        """Positions in the ranking: the next block to evict, and the end of the batch, whose order is still valid."""
         self._next_count = self._next_fade = 0
         self._num_blocks = num_blocks
 
@@ -341,7 +343,7 @@ class ValuePolicy(EmptyFirstPolicy):
         return classes
 
     def chance_of_return(self, num_blocks: int) -> float:
-        """The share of blocks that are used again within its memory, for requests that add `num_blocks` blocks."""
+        """The expected share of a request's blocks that will be used again, if the request adds `num_blocks` blocks."""
         return float(self._hazards.chance[_size(num_blocks)])
 
     def _tell_time(self) -> None:
@@ -372,7 +374,7 @@ class ValuePolicy(EmptyFirstPolicy):
         self._tell_time()
 
     def _discard(self, block_ids: BlockIds) -> None:
-        self._end_ranking()  # `_is_free` shows that these blocks are gone, but their heads may now be worth less
+        self._end_ranking()  # the blocks before these blocks may be worth less now
 
     def _take(self, count: int) -> BlockIds:
         parts: list[BlockIds] = [NO_BLOCKS]
@@ -389,7 +391,7 @@ class ValuePolicy(EmptyFirstPolicy):
         return np.concatenate(parts)
 
     def _rank(self) -> None:
-        """Sort all free cached blocks. The order is valid until something changes; for one batch, even longer."""
+        """Sort all free cached blocks. The order is valid until a block changes; for the first batch, even longer."""
         self._ranking = self._by_value(self._is_free & self._is_cached)
         self._ranked_entries = self._entry[self._ranking]
         self._place = 0
@@ -407,7 +409,7 @@ class ValuePolicy(EmptyFirstPolicy):
         return stands
 
     def _by_value(self, candidate: npt.NDArray[np.bool_]) -> BlockIds:
-        """The masked blocks, the least value first; among equals, the least recently used first."""
+        """The blocks that `candidate` marks, the least value first; among equals, the least recently used first."""
         block_ids = np.flatnonzero(candidate).astype(np.int32)
         entries = self._entry[block_ids]
         ages = self._hazards.bins(self._history.num_uses - entries)
@@ -417,7 +419,7 @@ class ValuePolicy(EmptyFirstPolicy):
         return block_ids[np.lexsort((entries, value[block_ids]))]
 
     def _lift_heads(self, block_ids: BlockIds, candidate: npt.NDArray[np.bool_], value: FloatArray) -> None:
-        """Give each block at least the value of all blocks after it; each step doubles the distance."""
+        """Raise each block's value to at least the values of all blocks after it. Each pass doubles the distance."""
         ancestor = np.full(self._num_blocks, -1, np.int32)
         parents = self._parent[block_ids]
         linked = (parents >= 0) & candidate[parents] & (self._depth[parents] == self._depth[block_ids] - 1)

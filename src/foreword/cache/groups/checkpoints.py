@@ -8,9 +8,9 @@ after
     the end of a prompt, and of each message in it       the next turn begins with them
     the place where a prompt parts from an earlier one   the third prompt that begins alike hits there
 
-each rounded down to a place where a hit can end. The third rule is Marconi's (Pan et al., MLSys 2025): a prefix that
-two prompts share is likely to return. Generated tokens are computed one by one and not in cells, so a state after them
-has other bits than the same tokens in a prompt, and is not saved.
+Each of these places is rounded down to a place where a hit can end. The third rule is Marconi's (Pan et al., MLSys
+2025): a prefix that two prompts share is likely to return. No state is saved after generated tokens. They are computed
+one by one, and prompts in cells (see hybrid.py), so the state would have other bits than after the same prompt tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 
 MAX_SEEN_KEYS = 1 << 16
-"""The number of places in earlier prompts to remember."""
+"""The number of keys of earlier prompts to remember; the oldest keys are forgotten first."""
 
 
 @dataclass(slots=True)
@@ -33,11 +33,11 @@ class StateCheckpoints:
     """The rules above for one set of groups. Remembers the keys of earlier prompts."""
 
     grid: int
-    """Steps end at multiples of this, or at the end of the known tokens."""
+    """Steps end at multiples of this number of tokens, or at the end of the known tokens."""
     alignment: int
-    """Hits end at multiples of this; a multiple of `grid`."""
+    """Hits end at multiples of this number of tokens. It is a multiple of `grid`."""
     interval: int
-    """States are saved at multiples of this; a multiple of `alignment`."""
+    """States are saved at multiples of this number of tokens. It is a multiple of `alignment`."""
     _seen: dict[BlockHash, None] = field(default_factory=dict)
 
     @classmethod
@@ -51,7 +51,7 @@ class StateCheckpoints:
         return cls(math.lcm(*(group.block_size for group in recurrent)), alignment, interval)
 
     def align(self, num_tokens: int) -> int:
-        """The last place at or before `num_tokens` where a hit can end."""
+        """The last position at or before `num_tokens` where a hit can end."""
         return num_tokens // self.alignment * self.alignment
 
     def num_in_cells(self, num_prompt_tokens: int) -> int:
@@ -61,7 +61,7 @@ class StateCheckpoints:
     def of_prompt(self, sequence: TokenSequence, message_ends: Iterable[int]) -> list[int]:
         """The positions in a new prompt at which states are saved, ascending, besides the multiples of the interval."""
         length = len(sequence)
-        # The same prompt again must leave a token to compute; a longer prompt may begin with this whole prompt.
+        # length - 1: a hit of the same prompt must leave a token to compute. length: a longer prompt may begin with it.
         positions = {length, length - 1, self._note_junction(sequence), *(end for end in message_ends if end <= length)}
         return sorted({self.align(position) for position in positions} - {0})
 
@@ -77,8 +77,8 @@ class StateCheckpoints:
     def cut(self, start: int, end: int, num_prompt_tokens: int, budget: int, positions: Sequence[int]) -> int:
         """The end of a step that begins at `start` and wants to end at `end`; `start` if no cell fits.
 
-        The step may use the budget, at least `end - start`, to reach the end of the first cell. Each generated token is
-        a cell, so among generated tokens a step can end anywhere.
+        To reach the end of the first cell, the step may use the whole budget of tokens, which is at least `end -
+        start`. Each generated token is a cell, so among generated tokens a step can end anywhere.
         """
         if start >= num_prompt_tokens:
             return end

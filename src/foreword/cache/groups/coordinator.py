@@ -1,7 +1,7 @@
 """KVCacheCoordinator: the groups' tables over one pool, and the hits on which all groups agree.
 
-A coordinator belongs to one KVCacheManager. The base class gives blocks to rows. Three subclasses, named as in vLLM v1,
-decide which blocks are found:
+A coordinator belongs to one KVCacheManager. The base class gives blocks to rows of the tables; each request has a row.
+Three subclasses, named as in vLLM v1, decide which blocks are found:
 
     KVCacheCoordinatorNoPrefixCache   any groups, nothing is found
     UnitaryKVCacheCoordinator         one group that needs all its blocks; any PrefixIndex (unitary.py)
@@ -49,7 +49,7 @@ class KVCacheCoordinator(ABC):
         """Hits are multiples of this number of tokens, unless the index finds parts of blocks."""
         self.pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
         self.stats = PrefixCacheStats()
-        """Counts since the last `clear`: evictions here, lookups by the manager."""
+        """Counts since the last `clear`. Evictions are counted here, lookups by the manager."""
         self.index = index
         """The blocks that can be found."""
         self._ledger = ledger
@@ -63,7 +63,7 @@ class KVCacheCoordinator(ABC):
         self._only_appends = all(manager.only_appends for manager in self.managers)
         self._releases = any(manager.releases_blocks for manager in self.managers)
         self.has_quiet_steps = self._only_appends and not self._releases
-        """Whether nothing changes while a row grows within a block."""
+        """Whether tables and index stay the same while a row grows within a block."""
         self.nothing = PrefixHit((NO_BLOCKS,) * len(groups), None, 0, 0)
         for manager in self.managers:
             manager.reserve(self.pool)
@@ -83,7 +83,7 @@ class KVCacheCoordinator(ABC):
         return self.find_longest_cache_hit(sequence)
 
     def holds(self, sequence: TokenSequence, block: int) -> bool:
-        """Whether the sequence's full block number `block` is cached, given that the blocks before it are."""
+        """Whether the sequence's full block number `block` is cached, given that all blocks before it are cached."""
         return False
 
     # --------------------- blocks that come from elsewhere, or go there; see the methods of KVCacheManager
@@ -121,7 +121,7 @@ class KVCacheCoordinator(ABC):
                 manager.num_indexed[row] = num_full
 
     def forget(self, block_ids: BlockIds, cause: EvictionCause) -> None:
-        """Forget the contents of these blocks. Rows that hold them keep them."""
+        """Forget the contents of these blocks. Rows that hold the blocks keep them."""
         forgotten = self.index.remove(block_ids)
         self.pool.note_forgotten(forgotten)
         if self._ledger is not None:
@@ -170,21 +170,21 @@ class KVCacheCoordinator(ABC):
     # -------------------------------------------------------------------- step
 
     def begin_step(self) -> None:
-        """Begin a new batch: the blocks that were indexed before have been computed."""
+        """Begin a new batch. From now on, the blocks that were indexed earlier count as computed."""
         self._filling.clear()
         if self._ledger is not None:
             self._ledger.begin_step()
 
     def _note_indexed(self, block_ids: BlockIds, first: int) -> None:
-        """Note that this step fills these blocks: a prefix's blocks from number `first` on."""
+        """Record that this step fills these blocks: a prefix's blocks from number `first` on."""
         self._note_indexed_each(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
 
     def _note_adopted(self, block_ids: BlockIds, first: int) -> None:
-        """Note that a prefix's blocks from number `first` on were filled from elsewhere: no step fills them."""
+        """Record that a prefix's blocks from number `first` on were copied into the pool, so no step fills them."""
         self.pool.note_cached(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
 
     def _note_indexed_each(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        """Note that this step fills these blocks; `depths` are their numbers in their prefixes."""
+        """Record that this step fills these blocks; block i is number `depths[i]` of its prefix."""
         self.pool.note_cached(block_ids, depths)
         self._filling.update(block_ids.tolist())
 
@@ -281,8 +281,8 @@ class KVCacheCoordinator(ABC):
         num_new = int(counts.sum())
         if num_new > self.pool.get_num_free_blocks():
             return self._grow_one_by_one(rows, starts, ends)
-        # The rows get the same blocks as with one call each: in order, they take blocks from the queue's head that were
-        # free before this call. The blocks that they release join the queue's tail.
+        # The rows get the same blocks as with one call for each row: they take blocks from the queue's head, in order,
+        # which were free before this call. The blocks that the rows release join the queue's tail.
         if self._releases:
             self._release_each(rows, starts)
         if num_new:

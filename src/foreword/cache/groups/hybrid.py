@@ -24,8 +24,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     Other indexes cannot serve these groups (see `hash_index`). A sequence's block size divides every group's block
     size.
 
-    A hit leaves at least one token to compute. The last token's logits need the past of its own position, and its
-    window, chunk or state may differ from that of the next position.
+    A hit leaves at least one token to compute. The logits of the last token need the blocks of its own window, chunk or
+    state, and these blocks may differ from the blocks that the next position needs.
 
     A recurrent module computes a prompt in cells, and another division into cells changes the last bits of its results
     (docs/decisions/0007). So if a group is recurrent, a request indexes and finds only whole cells of its prompt:
@@ -92,7 +92,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     def _cut_or_find(
         self, group_id: int, table: BlockIds | None, length: int, sequence: TokenSequence, find: BlockFinder
     ) -> tuple[BlockIds, int]:
-        """Find a group's longest hit within `length` tokens, given `table`, an earlier hit; returns its tokens too."""
+        """A group's longest hit within `length` tokens, and its number of tokens. `table`: an earlier hit, or None."""
         manager = self.managers[group_id]
         size = manager.block_size
         if table is not None and (manager.hits_every_prefix or len(table) * size == length):

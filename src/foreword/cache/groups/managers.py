@@ -70,7 +70,7 @@ class SlidingWindowSpec(_Sizes):
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLocalSpec(_Sizes):
-    """Every position attends to the earlier positions of its chunk of `chunk` positions."""
+    """Every position attends to the earlier positions of its chunk. A chunk has `chunk` positions."""
 
     chunk: int
     block_size: int = 16
@@ -114,7 +114,7 @@ class SingleTypeKVCacheManager(ABC):
     hits_every_prefix = False
     """Whether each beginning of a hit is a hit."""
     readable_in_same_step = True
-    """Whether a step may read blocks that another request of the same batch writes. It may read KV, but not states."""
+    """Whether a step may read blocks that another request of the same batch writes: True for KV, False for states."""
 
     def __init__(self, block_size: int, tables: BlockTable, reach: int = 0) -> None:
         """Let each position attend to at most `reach` positions, itself included; 0: to all positions before it."""
@@ -122,7 +122,7 @@ class SingleTypeKVCacheManager(ABC):
         self.tables = tables
         self._reach = reach
         self.num_indexed: list[int] = []
-        """By row: the number of leading blocks that were offered to the index or came from it."""
+        """[rows]: the number of leading blocks that were offered to the index or came from a hit."""
         self._num_released: Int64Array = np.zeros(0, np.int64)
 
     def reserve(self, pool: BlockPool) -> None:  # noqa: B027 - only sinks need any
@@ -207,7 +207,7 @@ class SingleTypeKVCacheManager(ABC):
         self.tables.append(row, entries)
 
     def releasable(self, row: int, start: int) -> BlockIds:
-        """The blocks that no position from `start` on needs, the last one first (a copy)."""
+        """A new array of the blocks that no position from `start` on needs, the last block first."""
         end = self._num_needless(start)
         released = int(self._num_released[row])
         if end <= released:
@@ -245,7 +245,7 @@ class SingleTypeKVCacheManager(ABC):
         return range(self.num_indexed[row], min(num_tokens, num_findable) // self.block_size)
 
     def set_indexed(self, row: int, num_blocks: int) -> None:
-        """Note that the row's blocks before number `num_blocks` were offered to the index."""
+        """Record that the row's blocks before number `num_blocks` were offered to the index."""
         self.num_indexed[row] = num_blocks
 
     def check_row(self, row: int) -> None:
@@ -357,7 +357,7 @@ class MambaManager(SingleTypeKVCacheManager):
         return min(2, -(-num_tokens // self.block_size))
 
     def ask_for_states(self, row: int, positions: Iterable[int]) -> None:
-        """Save the states after these numbers of tokens too. Positions at which no step ends are ignored."""
+        """Save states after these numbers of tokens, too. No state is saved at a position where no step ends."""
         self._asked_for[row] |= {position for position in positions if position % self._alignment == 0}
 
     def is_state_saved(self, row: int, num_tokens: int) -> bool:

@@ -107,13 +107,13 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
                 return
             num_lasting = _num_lasting(sequence, first, len(block_ids))
             self._note_indexed(block_ids[:num_lasting], first)
-            for block_id in block_ids[num_lasting:].tolist():  # of linked text, which goes early: a copy rebuilds it
+            for block_id in block_ids[num_lasting:].tolist():  # linked text is evicted early: a copy can rebuild it
                 self._filling.add(block_id)
                 self.pool.note_tail(block_id)
             self._report(sequence, first, block_ids, row)
 
     def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
-        """Index a tail. Events do not report tails, which have no keys: listeners count full blocks."""
+        """Index a tail. Events do not report it, because a tail has no key."""
         if not self.index.keeps_tails:
             return
         self.cache_blocks(row, sequence, num_tokens)  # the last token of a block may be known only now
@@ -130,7 +130,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             self._ledger.tails.stored(sequence, num_tokens, block_id)
 
     def cache_blocks_each(self, rows: Int64Array, sequence_of: SequenceOfRow, ends: Int64Array) -> None:
-        """Index in one call if each row has filled exactly one block."""
+        """`cache_blocks` for many rows. If each row has filled exactly one block, it indexes all in one call."""
         num_indexed = self._manager.num_indexed
         last = (ends // self._size - 1).astype(np.int32)
         listed, numbers = rows.tolist(), last.tolist()
@@ -177,7 +177,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         for number, block_id in enumerate(block_ids.tolist(), first):
             original = self.index.original_of(block_id)
             if original is None or number >= len(table) or table[number] != block_id:
-                continue  # it has no duplicate, or its request has ended
+                continue  # the block is no duplicate, or its request has ended
             self.forget(np.array([block_id], np.int32), EvictionCause.DUPLICATE)
             self.pool.touch(np.array([original], np.int32))
             table[number] = original

@@ -5,9 +5,9 @@ gone. A key of the hash chain identifies its whole prefix, so a block is found w
 predecessors. A radix tree cannot do this: it finds a block only through all blocks before it, and forgets a
 suffix with its prefix.
 
-A group's block has the chain's key at the position where the block ends, so one chain serves
-groups of different block sizes. Each group has its own map; `BlockHashWithGroupId` is for places where keys of all
-groups meet:
+Each group has its own map from keys to blocks; where keys of all groups meet, a key is a `BlockHashWithGroupId`. A
+group's block has the chain's key at the position where the block ends, so one chain serves groups of different block
+sizes:
 
     chain, 4 tokens a key      k0   k1   k2   k3   k4   k5
     group 0, block size 4      k0   k1   k2   k3   k4   k5
@@ -49,7 +49,7 @@ def get_group_id(key: BlockHashWithGroupId) -> int:
 
 
 class BlockHashToBlockMap(Generic[Key]):
-    """Blocks of one group by key. The first block of a key represents it; duplicates wait after it."""
+    """Blocks of one group by key. Lookups find the first block with a key; later blocks with it are duplicates."""
 
     def __init__(self) -> None:
         self.block_of: dict[Key, int] = {}
@@ -73,7 +73,7 @@ class BlockHashToBlockMap(Generic[Key]):
 
 
 class _KeysAlone:
-    """The answers of an index that has only keys to questions about tokens: no tails, no tree."""
+    """Methods about tokens, for an index that has only keys: there are no tails, and there is no tree."""
 
     keeps_tails = False
     num_tails = 0
@@ -130,7 +130,7 @@ class GroupedHashIndex(_KeysAlone, Generic[Key]):
         self._num_indexed += len(keys)
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
-        """Forget these blocks; ignores unknown blocks. Returns the blocks that it forgot."""
+        """Forget these blocks, ignoring unknown blocks. Returns the forgotten blocks."""
         forgotten: list[int] = []
         if not self._num_indexed:
             return NO_BLOCKS
@@ -144,7 +144,7 @@ class GroupedHashIndex(_KeysAlone, Generic[Key]):
         return np.array(forgotten, np.int32)
 
     def block_ids(self) -> BlockIds:
-        """All indexed blocks, in the order of their ids (a copy)."""
+        """A new array of all indexed blocks, in the order of their ids."""
         return np.array([block_id for block_id, key in enumerate(self._key_of) if key is not None], np.int32)
 
     def group_of(self, block_id: int) -> int | None:
@@ -178,9 +178,9 @@ class HashIndex(_KeysAlone):
     Lookups find the first block with a key. Later blocks with the same key are duplicates. When the first block is
     removed, a duplicate takes its place, so a request's block table never has to change.
 
-    With `verify_tokens`, a lookup compares the tokens and extra keys of the whole prefix. Then a hash function with
-    colliding keys costs time, but a lookup never returns another prompt's block. The index stores all indexed tokens,
-    and an insertion walks its whole prefix; without `verify_tokens` it does neither.
+    With `verify_tokens`, a lookup compares the tokens and extra keys of the whole prefix. So a lookup never returns
+    another prompt's block, even if the hash function gives both prompts the same key. The index then stores all indexed
+    tokens, and each insertion walks its whole prefix.
 
     Only full blocks have keys, so there are no tails.
     """
@@ -240,7 +240,7 @@ class HashIndex(_KeysAlone):
         return block_ids
 
     def _known_keys(self, sequence: TokenSequence) -> Sequence[BlockHash | VerifiedPrefix]:
-        """The keys of the sequence's full blocks, up to the first that is certainly not indexed."""
+        """The keys of the sequence's full blocks, up to the first block that is certainly not indexed."""
         return sequence.block_hashes() if self._prefixes is None else self._prefixes.find(sequence)
 
     def clear(self) -> None:

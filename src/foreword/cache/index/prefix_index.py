@@ -30,7 +30,7 @@ class PrefixMatch:
     block_ids: BlockIds
     """The block ids of its leading full blocks."""
     partial: PartialBlock | None = None
-    """A block that matches in part after the full blocks, if the index finds parts of blocks; None if no block does."""
+    """A block whose first tokens follow the full blocks. None: there is none, or the index finds only full blocks."""
 
 
 NO_MATCH = PrefixMatch(np.empty(0, np.int32))
@@ -43,15 +43,15 @@ class PrefixHit:
     tables: tuple[BlockIds, ...]
     """For each group, the block ids of the leading full blocks that were found; NULL_BLOCK where no block is needed."""
     partial: PartialBlock | None
-    """A block that holds some of the tokens after the full blocks; it is copied if a request takes the hit."""
+    """A block that holds some of the tokens after the full blocks. The block is copied if a request takes the hit."""
     num_tokens: int
-    """Leading tokens that need not be computed.
+    """The number of leading tokens that need not be computed.
 
     It can be one less than `num_shared_tokens`: if the blocks hold the whole sequence, its last token is still computed
-    for its logits, but its KV is not written again.
+    for its logits, but the token's KV is not written again.
     """
     num_shared_tokens: int
-    """Leading tokens whose KV is in the blocks themselves; it must not be written again."""
+    """The number of leading tokens whose KV is in the full blocks of `tables`. This KV must not be written again."""
     resumed: bool = False
     """Whether the request was preempted before; such lookups have counters of their own."""
     forked: bool = False
@@ -67,7 +67,7 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a sequence leaves all indexed sequences, and the next tokens of both. Numbers below 0 represent media."""
+    """Where a sequence leaves all indexed sequences, and how both continue. Numbers below 0 represent media."""
 
     position: int
     """The number of leading tokens that are indexed, including tokens inside a block."""
@@ -77,7 +77,7 @@ class Divergence:
 
 
 MAX_SHOWN_TOKENS = 256
-"""The number of leading tokens to show of a node."""
+"""The most leading tokens of a node to show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class PrefixIndex(Protocol):
 
     @property
     def keeps_tails(self) -> bool:
-        """Whether `insert_tail` is of use."""
+        """Whether the index keeps tails (`insert_tail`)."""
 
     @property
     def num_tails(self) -> int:
@@ -116,7 +116,7 @@ class PrefixIndex(Protocol):
         """The longest indexed beginning of `sequence`. Changes nothing."""
 
     def holds(self, sequence: TokenSequence, block: int) -> bool:
-        """Whether the sequence's full block number `block` is indexed, given that the blocks before it are."""
+        """Whether the sequence's full block number `block` is indexed, given that all blocks before it are indexed."""
 
     def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
         """Where the sequence leaves all indexed sequences, with at most `num_tokens` tokens of each continuation.
@@ -127,7 +127,7 @@ class PrefixIndex(Protocol):
     def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
         """The tokens after the sequence in a longer indexed sequence, at most `num_tokens`; empty if there are none.
 
-        If several longer sequences are indexed, the one that was indexed last. Changes nothing.
+        Of several longer sequences, it uses the sequence that was indexed last. Changes nothing.
         """
 
     def original_of(self, block_id: int) -> int | None:
@@ -149,15 +149,15 @@ class PrefixIndex(Protocol):
         """Index a block as a tail: of the sequence's first `num_tokens` tokens, it holds those after the last full
         block.
 
-        Lookups find it as a `PartialBlock`. False, and no change, if the index keeps no tails, if the full blocks
-        before it are not indexed, or if other blocks already hold the same tokens.
+        Lookups find the tail as a `PartialBlock`. Returns False, and changes nothing, if the index keeps no tails, if
+        the full blocks before the tail are not indexed, or if other blocks already hold the same tokens.
         """
 
     def superseded_tails(self) -> BlockIds:
         """Tails that became unnecessary since the last call: blocks or longer tails hold their tokens too."""
 
     def tail_block_ids(self) -> BlockIds:
-        """All indexed tails (a copy)."""
+        """A new array of all indexed tails."""
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
         """Forget these (distinct) blocks and tails, and the blocks and tails that cannot be found without them.
@@ -187,4 +187,4 @@ class PrefixIndex(Protocol):
         """Raise AssertionError if the index contradicts itself."""
 
     def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
-        """Raise AssertionError if a block of this table is indexed as another block than the sequence's."""
+        """Raise AssertionError if a block in this table of the sequence is indexed as some other block."""

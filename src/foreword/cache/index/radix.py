@@ -1,7 +1,7 @@
 """RadixIndex: finds the blocks of a prefix by comparing tokens instead of hashing them.
 
-The method is SGLang's RadixAttention tree, over blocks: an edge holds a run of tokens, children differ in their first
-token, a node splits where sequences diverge, at any token.
+The method is SGLang's RadixAttention tree, with blocks. An edge holds a run of tokens. The children of a node differ in
+their first token. A node splits where sequences diverge, at any token.
 
     block size 4, sequences ABCDEFGH (blocks 0 1) and ABCDEFXY (blocks 0 2)
 
@@ -51,9 +51,9 @@ NOT_INDEXED = -1
 NO_TAIL = -1
 
 MAX_APPENDED_TOKENS = 4096
-"""The length from which a node is not extended; this bounds the copy when one block is added."""
+"""A node with this number of tokens is not extended. This limits the tokens to copy when one block is added."""
 MAX_CHILDREN = 1024
-"""The number of children of a node to show, the latest; this bounds the cost."""
+"""The most children of a node that `top` examines, the latest first. This limits the cost."""
 
 
 class RadixNode:
@@ -86,8 +86,8 @@ class RadixIndex:
     """Prefixes as a radix tree of tokens.
 
     Sequences that differ in adapter, salt or embeddings are in different trees. Numbers that represent the content of
-    media replace their placeholders, so equal placeholders of different images differ. If a salt begins inside a
-    prompt, such a number also replaces the token at which it begins.
+    media replace their placeholders, so equal placeholders of different images differ. If a salt or adapter begins
+    inside a prompt, such a number also replaces the token at which the salt or adapter begins.
 
     Forgetting a block also forgets the blocks after it: a suffix without its prefix cannot be found. Duplicates of an
     indexed block wait to take its place, as in `HashIndex`. A tail is unnecessary once a block or a longer tail holds
@@ -111,7 +111,7 @@ class RadixIndex:
         self._namespace_of: dict[int, Namespace] = {}
         self._nodes: dict[int, RadixNode] = {}
         self._num_made = 0
-        """The number of nodes ever made: the next node's id."""
+        """The number of nodes ever made, which is also the id of the next node."""
         self._node_id_of: npt.NDArray[np.int64] = np.full(self._num_blocks, NOT_INDEXED, np.int64)
         self._number_of: npt.NDArray[np.int32] = np.zeros(self._num_blocks, np.int32)
         """The number of each indexed block within its prefix."""
@@ -190,7 +190,7 @@ class RadixIndex:
         start, end = block * self._block_size, (block + 1) * self._block_size
         node = self._roots.get(_namespace(sequence.extra_keys))
         while node is not None and end <= len(tokens):
-            # The index has the tokens before the block: the first token of each node leads to the next.
+            # The index has the tokens before the block, so the first token of each node leads to the next node.
             ours = tokens[max(start, node.start) : min(end, node.end)]
             if not np.array_equal(node.tokens[max(0, start - node.start) : end - node.start], ours):
                 return False
@@ -220,7 +220,7 @@ class RadixIndex:
         num_known = position // size
         if num_known < first:
             self._trim(node)
-            return False  # the blocks before were forgotten while the request ran: no lookup could find these blocks
+            return False  # earlier blocks were forgotten while the request ran: no lookup could find these blocks
         if position < len(tokens):
             new_ids = block_ids[num_known - first :].copy()
             self._number_of[new_ids] = np.arange(num_known, num_known + len(new_ids))
@@ -255,7 +255,7 @@ class RadixIndex:
         if position < start or is_found:
             if node.parent is None:
                 self._trim(node)
-            return False  # the blocks before the tail were forgotten, or lookups find all its tokens already
+            return False  # the blocks before the tail were forgotten, or lookups find all tokens of the tail already
         if position < node.end:
             node = self._split(node, position - node.start)
         for above in passed if self._cut_tails else ():
@@ -268,7 +268,7 @@ class RadixIndex:
         return True
 
     def _note_superseded(self, node: RadixNode) -> None:
-        """Note that tokens are inserted after the end of this node."""
+        """Record that tokens are inserted after this node, so that its tail may be unnecessary."""
         if node.tail != NO_TAIL:
             self._superseded.append(node.tail)
 
@@ -298,7 +298,7 @@ class RadixIndex:
         return self._root(_namespace(sequence.extra_keys)), 0
 
     def _add_duplicates(self, node: RadixNode, start: int, end: int, first: int, block_ids: BlockIds) -> None:
-        """Note which of `block_ids` (numbers `first` and on) duplicate a block that ends in node[start:end]."""
+        """Record which of `block_ids`, from number `first` on, duplicate blocks that end in positions start to end."""
         size = self._block_size
         for number in range(max(first, start // size), min(end // size, first + len(block_ids))):
             original = int(node.block_ids[number - node.start // size])
@@ -370,7 +370,7 @@ class RadixIndex:
         return True
 
     def _cut(self, node: RadixNode, at: int) -> list[int]:
-        """Forget the node's blocks from number `at` on, and everything below. Returns the forgotten blocks."""
+        """Forget the node's blocks from number `at` on, and all nodes below. Returns the forgotten blocks."""
         forgotten: list[int] = []
         below = list(node.children.values())
         for child in below:
@@ -394,7 +394,7 @@ class RadixIndex:
         return [tail]
 
     def _drop(self, block_ids: BlockIds) -> list[int]:
-        """Forget blocks of a node and their duplicates, and return both."""
+        """Forget blocks of a node and their duplicates. Returns all forgotten blocks."""
         dropped: list[int] = block_ids.tolist()
         self._node_id_of[block_ids] = NOT_INDEXED
         if self._duplicates:
@@ -432,7 +432,7 @@ class RadixIndex:
     def top(
         self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
     ) -> list[PrefixNode] | None:
-        """See `PrefixIndex.top`. Examines only children of nodes that it takes, and of their ancestors; no tails."""
+        """See `PrefixIndex.top`. Examines only children of roots and of nodes that it has examined; ignores tails."""
         nodes: list[PrefixNode] = []
         queue: list[tuple[int, int, int, int | None, str | None, RadixNode]] = []
 
@@ -614,7 +614,7 @@ class RadixIndex:
 
 
 def make_index(name: Literal["radix", "hash"], num_blocks: int, block_size: int) -> PrefixIndex:
-    """The index that a user chose by name."""
+    """Make the index with this name."""
     return RadixIndex(num_blocks, block_size) if name == "radix" else HashIndex(num_blocks)
 
 

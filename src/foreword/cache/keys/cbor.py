@@ -40,7 +40,7 @@ def encode(value: object) -> bytes:
 def encode_integers(values: npt.NDArray[np.int32]) -> tuple[bytes, npt.NDArray[np.int64]]:
     """Encode integers one after the other; also returns where each integer ends in the bytes, [len(values)].
 
-    An integer takes 1, 2, 3 or 5 bytes; all bytes of one rank are written together.
+    An integer takes 1, 2, 3 or 5 bytes. Integers of the same width are written together, byte by byte.
     """
     magnitudes = (values ^ (values >> 31)).astype(np.uint32)  # CBOR stores a negative n as -1 - n
     widths = (magnitudes > 23).astype(np.int64)

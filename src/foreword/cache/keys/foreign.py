@@ -34,7 +34,7 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Everything besides its tokens that enters a prompt's keys."""
+    """Everything that enters a prompt's keys, except its tokens."""
 
     salt: str | None = None
     adapter: tuple[str, str] | None = None
@@ -53,8 +53,9 @@ def vllm_keys(
 ) -> list[bytes]:
     """The hashes of the whole blocks of a prompt.
 
-    `algorithm`: vLLM's `--prefix-caching-hash-algo`; `seed`: its PYTHONHASHSEED; `unit_tokens`: on models with several
-    groups of layers, the tokens of one link of the chain (the greatest common divisor of the groups' blocks).
+    `algorithm`: vLLM's `--prefix-caching-hash-algo`. `seed`: vLLM's PYTHONHASHSEED. `unit_tokens`: on models with
+    several groups of layers, the number of tokens per key of the chain (the greatest common divisor of the groups'
+    block sizes).
     """
     unit = unit_tokens or block_tokens
     if block_tokens % unit:
@@ -93,9 +94,9 @@ def _vllm_hash(algorithm: str) -> Callable[[object], bytes]:
 
 
 def sglang_keys(token_ids: Sequence[int], page_tokens: int, context: Context) -> list[bytes]:
-    """The hashes of the whole pages of a prompt, as SGLang's events have them: an adapter is no part of them.
+    """The hashes of the whole pages of a prompt, as in SGLang's events. They do not depend on an adapter.
 
-    Raises ConfigError for media: SGLang puts numbers of its own in the place of their tokens.
+    Raises ConfigError for media, because SGLang replaces the tokens of media by numbers of its own.
     """
     if context.media:
         raise ConfigError("SGLang hashes numbers of its own in the place of a picture's tokens; give a prompt without")

@@ -119,7 +119,7 @@ class KeyedSpan:
     """media: placeholders of an image, sound or video. link: tokens that are copied (`linked_span`). jump: a token
     whose position jumps."""
     digest: str
-    """A digest of what their KV depends on besides, such as the content of a picture and how it was prepared."""
+    """A digest of what else the tokens' KV depends on, such as the content of a picture and how it was prepared."""
     offset: int
     """Position of the first token."""
     num_tokens: int
@@ -130,32 +130,33 @@ class KeyedSpan:
 
 
 def linked_span(source_key: BlockHash, first: int, num_tokens: int, *, index: int, position: int) -> KeyedSpan:
-    """The name of a run of `num_tokens` tokens at `index`, from the source's token number `first` on.
+    """A span of `num_tokens` tokens at `index`, which are copied from the source's token number `first` on.
 
-    A block that holds linked tokens has keys of its own, like a block that holds an image: a plain prompt never finds
-    it, and all keys after it in the chain differ too. So approximate KV cannot mix with exact KV. The name says
-    everything on which the run's KV depends besides the model, the salt and the tokens before it:
+    A block that holds linked tokens has another key than a block of plain tokens: a plain prompt never finds it, and
+    all later keys in the chain differ too. So approximate KV cannot mix with exact KV. The span's digest covers
+    everything on which the span's KV depends, except the model, the salt and the tokens before the span:
 
         SHA-256( key of the source's block in which the run ends | first, number of tokens, position )
 
-    The source's key stands for all of the source up to there, and for its salt. Tokens that are computed in the prompt
-    need no name: their KV depends on the tokens before them, which the chain knows, and on their own positions.
+    The source's key stands for all tokens of the source up to there, and for the source's salt. Tokens that are
+    computed in the prompt need no span: their KV depends on the tokens before them, which are in the chain, and on
+    their positions.
     """
     content = b"%b|%d|%d|%d" % (source_key, first, num_tokens, position)
     return KeyedSpan("link", hashlib.sha256(content).hexdigest(), index, num_tokens)
 
 
 def jump_span(token_id: int, *, index: int, position: int) -> KeyedSpan:
-    """The name of a computed token whose position does not follow that of the token before it.
+    """A span for a computed token whose position does not follow the position of the token before it.
 
-    The name includes the token id, because the radix index stores a number for the span instead of the token.
+    The digest includes the token id, because the radix index stores a number for the span instead of the token.
     """
     return KeyedSpan("jump", f"{position}:{token_id}", index, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """Everything besides token ids on which a prompt's KV depends, or which must keep prompts apart.
+    """Everything except token ids on which a prompt's KV depends, or that must keep prompts apart.
 
     Two requests share a block only if their extra keys for that block are equal.
     """
@@ -314,7 +315,7 @@ def hash_blocks(
     blocks = _encode_tokens(hash_fn, token_ids, block_size)
     parent = parent_hash or ROOT_HASH
     if hash_fn.encoding == "packed" and (extra_keys is NO_EXTRA_KEYS or extra_keys == NO_EXTRA_KEYS):
-        # The usual case: the digests are nearly all of its cost.
+        # The usual case. Nearly all of the cost is the digests.
         new, key = hash_fn.new, bytes(parent)
         return [key := new(key + block).digest() for block in blocks]  # type: ignore[misc]  # see _fold
     keys = extra_keys.of_blocks(first_position, block_size, len(blocks))

@@ -59,13 +59,13 @@ class TokenSequence:
         root: BlockHash = ROOT_HASH,
         linked_from: int | None = None,
     ) -> None:
-        """Begin a sequence. From token `linked_from` on, KV is copied from another sequence; None: no KV is."""
+        """Begin a sequence. From token `linked_from` on, KV is copied from another sequence. None: no KV is copied."""
         self.request_id = request_id
         self.linked_from = linked_from
         self.most_hit_tokens: int | None = None
         """The most leading tokens that a hit may have: later tokens are computed for their logits. None: no limit."""
         self.session: Hashable | None = None
-        """The session that its blocks count for (`close_session`); None: no session."""
+        """The session for which the sequence's blocks count (`close_session`); None: no session."""
         self.block_size = block_size
         self.extra_keys = extra_keys
         self.root = root
@@ -74,7 +74,7 @@ class TokenSequence:
         self._num_given = self._num_gathered = len(self._tokens)
         self._generated: list[int] = []
         self.shown: list[int] = []
-        """A copy of the generated tokens for callers: each token is appended to it, and nothing here reads it."""
+        """A copy of the generated tokens for callers. Each new token is appended; this class never reads the list."""
         self._hashes: list[BlockHash] = []
         if extra_keys is not NO_EXTRA_KEYS:
             extra_keys.check(self._num_given)
@@ -102,7 +102,7 @@ class TokenSequence:
         return limit if self.most_hit_tokens is None else min(limit, self.most_hit_tokens)
 
     def may_hit(self, block: int) -> bool:
-        """Whether a hit may have all of the full block number `block`, as far as `most_hit_tokens` says."""
+        """Whether `most_hit_tokens` lets a hit have all tokens of the full block number `block`."""
         return self.most_hit_tokens is None or (block + 1) * self.block_size <= self.most_hit_tokens
 
     @property
@@ -142,7 +142,7 @@ class TokenSequence:
         self.shown.extend(self._generated[num_known:])
 
     def generated_from(self, start: int) -> list[int]:
-        """The generated tokens from number `start` on (a copy)."""
+        """A new list of the generated tokens from number `start` on."""
         return self._generated[start:]
 
     def block_hashes(self) -> list[BlockHash]:
@@ -153,13 +153,13 @@ class TokenSequence:
         return self._hash_new_blocks(self._hashes, self.extra_keys)
 
     def plain_block_hashes(self) -> list[BlockHash]:
-        """The keys that these tokens would have without extra keys: equal tokens, equal plain keys."""
+        """The keys that the full blocks would have without extra keys: equal tokens have equal plain keys."""
         if self.extra_keys == NO_EXTRA_KEYS:
             return self.block_hashes()
         return self._hash_new_blocks(self._plain_hashes, NO_EXTRA_KEYS)
 
     def keys_after(self, root: BlockHash, block_size: int, num_blocks: int) -> list[BlockHash]:
-        """The keys that its first `num_blocks` blocks would have with this root and this block size."""
+        """The keys that the sequence's first `num_blocks` blocks would have with this root and this block size."""
         tokens = self.token_ids[: num_blocks * block_size]
         return hash_blocks(self._hash_fn, root, tokens, block_size, 0, self.extra_keys)
 

@@ -1,4 +1,4 @@
-"""Numbers that represent, in an index of tokens, spans and the tokens at which salts and adapters begin."""
+"""Numbers that represent spans in an index of tokens, and the tokens at which salts and adapters begin."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FirstToken:
     adapter: str | None
     token_id: int
     content: Content | None
-    """The content of the span that the token lies in; None for an ordinary token."""
+    """The content of the span in which the token lies; None for an ordinary token."""
     at: int
     """The index of the token within its span."""
 
@@ -55,7 +55,8 @@ def placed_stretches(keys: ExtraKeys, token_ids: TokenArray) -> Sequence[Placed]
     """The stretches of a sequence that numbers replace: its spans, and the tokens at which salt and adapter begin.
 
     A salt or adapter that begins at the sequence's first token needs no number. `FirstToken`s come last, because they
-    may replace the number of a span's token. They name that token, so equal salts at different spans differ.
+    may replace the number of a span's token. They include that span's content, so equal salts at different spans
+    differ.
     """
     salted = keys.salt_offset if keys.salt is not None else 0
     adapted = keys.adapter_offset if keys.adapter is not None else 0
@@ -95,7 +96,7 @@ class SpanNumbers:
         return len(self._first_of)
 
     def is_full(self, new: Iterable[Placed]) -> bool:
-        """Whether `keep` is due before these are added; rare enough to cost amortised O(1) per stretch."""
+        """Whether `keep` must be called before these are added. `keep` costs amortised O(1) per stretch."""
         num_tokens = sum(stretch.num_tokens for _, stretch in new)
         return len(self._first_of) >= self._limit or self._next - num_tokens < LOWEST
 
@@ -111,7 +112,7 @@ class SpanNumbers:
         self._next -= stretch.num_tokens
 
     def replace(self, tokens: TokenArray, placed: Iterable[Placed]) -> TokenArray:
-        """Copy a sequence's tokens, with the tokens of the stretches replaced by their numbers, in the order given."""
+        """A copy of a sequence's tokens, in which numbers replace the tokens of the stretches, in the order given."""
         tokens = tokens.copy()
         for offset, stretch in placed:
             places = tokens[offset : offset + stretch.num_tokens]

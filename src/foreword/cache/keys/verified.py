@@ -25,7 +25,7 @@ class VerifiedPrefix:
         """The tokens of the last block as int32."""
         self.extra_keys = extra_keys
         self.num_uses = 0
-        """The number of blocks that hold it plus the number of prefixes that continue it."""
+        """The number of blocks that hold this prefix, plus the number of prefixes that continue it."""
 
 
 class VerifiedPrefixes:
@@ -68,7 +68,7 @@ class VerifiedPrefixes:
         return prefixes[first:]
 
     def release(self, prefix: VerifiedPrefix) -> None:
-        """Remove one use. An unused prefix is dropped, with the beginnings that nothing else needs."""
+        """Remove one use. An unused prefix is dropped, together with its beginnings that nothing else needs."""
         above: VerifiedPrefix | BlockHash = prefix
         while isinstance(above, VerifiedPrefix):
             above.num_uses -= 1
@@ -90,7 +90,7 @@ class VerifiedPrefixes:
         return None
 
     def check_integrity(self, held: Iterable[VerifiedPrefix]) -> None:
-        """Raise AssertionError unless every use is one of `held`, one for each block, or a longer prefix."""
+        """Raise AssertionError if uses are miscounted. `held` has one prefix for each block that holds a prefix."""
         prefixes = [prefix for same_key in self._of_key.values() for prefix in same_key]
         uses = dict.fromkeys(prefixes, 0)
         for prefix in (*held, *(prefix.parent for prefix in prefixes)):
