@@ -105,7 +105,7 @@ class _App(FastAPI):
         await super().__call__(scope, receive, send)
 
     def _choose_dialect(self, scope: Scope, send: Send) -> Send:
-        """Note the call's dialect and a new id in its scope; the returned function sends the id with the answer."""
+        """Store the call's dialect and a new id in its scope. Returns a `send` that adds the id as a header."""
         dialect, path = choose(scope["path"].removeprefix(self.proxy_path), Headers(scope=scope))
         scope["path"] = self.proxy_path + path
         request_id = new_id("req_")

@@ -68,7 +68,7 @@ class HttpRequests:
 
 
 class Arrival:
-    """The outermost part of an app."""
+    """The outermost middleware of an app."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float, counts: HttpRequests) -> None:
         self._app = app
@@ -157,7 +157,7 @@ class _Call:
         self._leave()
 
     def _leave(self) -> None:
-        """Note that the connection has ended. If the answer is not complete, the client left: cancel the call."""
+        """Handle the end of the connection. If the answer is not complete, the client has left, so cancel the call."""
         if not self._is_answered and not self.has_left:
             self.has_left = True
             assert self._task is not None

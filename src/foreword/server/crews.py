@@ -28,9 +28,9 @@ CALLER: ContextVar[str] = ContextVar("foreword_caller", default="")
 MOST_OF_ALL = 16
 """The limit of the waiting work of all callers together, in multiples of one caller's limit."""
 MANY_BYTES = 16 * 1024
-"""Size of a JSON text that takes one or two milliseconds to read or write."""
+"""Bytes of a JSON text that takes one or two milliseconds to read or write."""
 KEPT = 0.8
-"""Weight of the earlier mean in the moving mean of the seconds that a crew needs for a job."""
+"""Weight of the old value in the moving mean of the seconds per job of a crew."""
 
 
 @dataclass(eq=False, slots=True)
@@ -114,7 +114,7 @@ class Crew:
             del self._waiting[caller]
             job = jobs.popleft()
             if jobs:
-                self._waiting[caller] = jobs  # at the end of the turns
+                self._waiting[caller] = jobs  # after all other callers
             self.num_running += 1
             self._jobs.put(job)
 

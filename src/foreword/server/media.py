@@ -30,7 +30,7 @@ FETCH_S = 10.0
 MOST_ADDRESSES = 3
 """The number of a name's addresses that are tried, in the order of the resolver."""
 RESOLVERS = 8
-"""The number of threads that resolve names, which may take longer than `FETCH_S`."""
+"""The number of threads that resolve names. A thread may take longer than `FETCH_S`."""
 _PORTS = {"http": 80, "https": 443}
 _EMBEDDING = ipaddress.IPv6Network("64:ff9b::/96")
 """Addresses that stand for an IPv4 address (RFC 6052)."""
@@ -128,7 +128,7 @@ class MediaDomains:
             return await self._read(url, addresses[-1], max_bytes, limits)
 
     async def _read(self, url: httpx.URL, address: str, max_bytes: int, limits: httpx.Timeout) -> bytes:
-        """Read the file from the machine at `address`. HTTP and TLS get the name of the URL."""
+        """Read the file from the machine at `address`. HTTP and TLS still use the name in the URL."""
         headers = {"Host": url.netloc.decode("ascii"), "Accept": "image/*", "Accept-Encoding": "identity"}
         request = httpx.Request(
             "GET", url.copy_with(host=address), headers=headers, extensions={"sni_hostname": url.raw_host.decode()}

@@ -21,7 +21,7 @@ _LEAST = (
     ("max_queued", 0, "is negative; use 0 to refuse requests that cannot run at once"),
     ("max_prompt_tokens", 1, "allows no prompt; use 1 or more, or None"),
 )
-"""The least value of each count, with the words for smaller ones."""
+"""The smallest valid value of each count, and the error's words for smaller values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,42 +56,42 @@ class ServerConfig:
     server_secret: str | None = None
     """Secret that keeps tenants' cached prefixes apart, or FOREWORD_SERVER_SECRET. None: a random one at each start."""
     share_prefix: tuple[Path, ...] = ()
-    """Text files; prompts that begin with one of them share its tokens in the cache across all tenants."""
+    """Text files. Prompts of any tenant that begin with such a text share its tokens in the cache."""
     allow_media_domain: tuple[str, ...] = ()
     """Domains from which the server fetches pictures that clients name by URL, such as images.example.com or
-    host:port; each must lead to public addresses. None: it fetches nothing."""
+    host:port; each must lead to public addresses. Without this option, the server fetches nothing."""
     ignore_unknown_fields: bool = False
     """Ignore unknown fields of requests, with one warning per name, instead of refusing them."""
     max_queued: int = 256
-    """Choices that may wait besides those that run (`max_num_seqs`); the server refuses more with 429."""
+    """Limit of the choices that wait while others run (`max_num_seqs`); the server refuses more with 429."""
     max_body_bytes: int = 16 * 2**20
-    """Most bytes of a request's body; the server refuses longer ones with 413."""
+    """Limit of a request's body in bytes; the server refuses longer bodies with 413."""
     max_prompt_tokens: int | None = None
-    """Most tokens of one prompt; None: what `max_model_len` leaves."""
+    """Limit of one prompt's tokens; None: only `max_model_len` limits a prompt."""
     max_choices: int = 128
-    """Most choices of one call: n times the number of prompts."""
+    """Limit of one call's choices: n times the number of prompts."""
     max_cached_contents: int = 256
-    """Most cached contents (Gemini's API) of one tenant; all together have at most 16 times as many. 0: none."""
+    """Limit of one tenant's cached contents (Gemini's API); for all tenants together, 16 times this limit. 0: none."""
     max_schema_tokens: int = 1_000_000
-    """Most tokens of one tenant's schemas of prompt modules; all together have at most 16 times as many. 0: none."""
+    """Limit of the tokens of one tenant's prompt schemas; for all tenants together, 16 times this limit. 0: none."""
     score_template: str | None = None
-    """How /v1/rerank asks the model about a document: qwen3-reranker, or a TOML file. None: it is refused."""
+    """How /v1/rerank asks the model about a document: qwen3-reranker, or a TOML file. None: calls are refused."""
     classify_template: str | None = None
-    """How /v1/classify asks the model about a text: a TOML file. None: it is refused."""
+    """How /v1/classify asks the model about a text: a TOML file. None: calls are refused."""
     link_measurements: Path | None = None
-    """File of `foreword pml measure --save`: how well this model answers linked prompts, those with gaps between
-    positions if measured with `--gaps`; needs `allow_links`."""
+    """File that `foreword pml measure --save` wrote: how well this model answers linked prompts. `--gaps` measures
+    prompts with gaps between positions too. Needs `allow_links`."""
     link_gate: float | None = None
     """Serve a method of linking only if it keeps this share of the right answers, as measured with 95% confidence; 0
     serves every method, measured or not. None: 0.95."""
     request_timeout_s: float = 600.0
-    """Most seconds from a request's arrival to its last token."""
+    """Limit of the seconds from a request's arrival to its last token."""
     body_timeout_s: float = 60.0
-    """Most seconds that a request's body may take to arrive."""
+    """Limit of the seconds in which a request's body must arrive."""
     shutdown_delay_s: float = 1.0
     """Seconds after SIGTERM in which the server still takes connections, while /ready answers 503."""
     shutdown_timeout_s: float = 600.0
-    """Most seconds that accepted requests may take to finish after SIGTERM."""
+    """Limit of the seconds in which accepted requests must finish after SIGTERM."""
     log_requests: bool = False
     """Log a line for each finished request: tokens, times, outcome, never its text; and one for each refused call."""
     log_interval_s: float = 10.0

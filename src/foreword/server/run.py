@@ -32,7 +32,7 @@ from foreword.server.service import OpenDoor
 logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""Longest time that the engine's thread may hold the interpreter while the event loop waits for it.
+"""The longest time in seconds that the engine's thread may hold the interpreter while the event loop waits.
 
 An answer's first token crosses between the two threads several times. With Python's default of 5 ms, each crossing
 costs up to 5 ms (figures: docs/decisions/0011-server.md).
@@ -44,7 +44,7 @@ ENDING_S = 30.0
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise ConfigError unless a server can listen at this address. Called before the model is loaded, to save time."""
+    """Raise ConfigError if no server can listen at this address. Called before the model is loaded, to save time."""
     failure: OSError | None = None
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -66,7 +66,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def check_files(config: ServerConfig) -> None:
-    """Raise ConfigError unless the files that options name can be read. Called before a model is loaded.
+    """Raise ConfigError if a file that an option names cannot be read. Called before a model is loaded.
 
     Pipes are not checked, because a pipe's content can be read only once, and the server reads it later.
     """
@@ -115,7 +115,7 @@ def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> 
     service = app.state.service
 
     def started(address: str) -> None:
-        url = address + config.root_path  # works through the proxy; the server answers with and without it
+        url = address + config.root_path  # the path under which a proxy shows the server
         log_addresses(url, llm.config, config)
         print(f"foreword: serving {name} at {url}", flush=True)
 
@@ -144,7 +144,7 @@ def end_within(seconds: float) -> None:
 
 
 def tell_cancelled(record: logging.LogRecord) -> bool:
-    """Replace uvicorn's traceback, for a call that the server's end cancels, by one line. It is a log filter."""
+    """Replace uvicorn's traceback of a call that the server's end cancels by one line. Used as a log filter."""
     if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
         record.msg, record.args, record.exc_info = "a call was ended because the server stops", (), None
         record.levelno, record.levelname = logging.INFO, "INFO"

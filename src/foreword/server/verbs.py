@@ -1,6 +1,6 @@
 """Verbs: all calls of a server to its engines except requests, and how the answers of several engines are merged.
 
-A replica gets a verb's name and its arguments, never a function: arguments and results are values that pickle.
+A replica gets a verb's name and its arguments, never a function. Arguments and results must be picklable values.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _sum_of_known(answers: list[int | None]) -> int | None:
 
 
 def _count_linked(engine: Engine, plain: Prompt, linked: Prompt, max_tokens: int | None) -> list[int]:
-    """Count the tokens of a prompt that need no computing, as a plain prompt and as a linked prompt.
+    """Count the tokens that need not be computed: the first number is for the plain prompt, the second for the linked.
 
     The second number is TOO_LARGE or NOT_CACHED if the prompt cannot be linked now.
     """

@@ -1,1 +1,1 @@
-"""Access: tenants, operators, quotas, and prefixes that all tenants share."""
+"""Access: tenants and their quotas, shared prefixes, operators, and the adapters and links that clients may use."""

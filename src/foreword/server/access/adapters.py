@@ -48,9 +48,9 @@ class ServedAdapters:
         return name in self._served
 
     async def load_in(self, crew: Crew, request: LoRARequest) -> Adapter:
-        """Call `load` in a thread, in one thread at a time for each folder, so that slow folders delay no others.
+        """Call `load` in a thread, in one thread at a time for each folder, so that a slow folder delays no other.
 
-        Callers share the first read that begins after their calls. Raises APIError too.
+        Callers share the first read that begins after their calls. Raises the errors of `load`, or APIError.
         """
         path = request.lora_path
         if path not in self._next:

@@ -1,1 +1,1 @@
-"""Bodies of requests: limits on their contents, JSON read and written in pieces, work off the event loop."""
+"""Bodies of requests: their common fields, limits on their contents, and the reading and writing of JSON."""

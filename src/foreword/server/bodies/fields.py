@@ -32,7 +32,7 @@ TemplateInputs = Annotated[
     dict[Annotated[str, Field(max_length=64)], bool | int | float | Annotated[str, Field(max_length=512)] | None],
     Field(max_length=16),
 ]
-"""Inputs of a chat template besides the messages, such as {"enable_thinking": false}."""
+"""Inputs of a chat template, except the messages, such as {"enable_thinking": false}."""
 Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -69,7 +69,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
     HOLDS: ClassVar[Literal["text", "tokens", "prompts"]] = "text"
-    """What such a body holds at most: one conversation or text, one list of token ids, or several prompts."""
+    """The most that such a body holds: one conversation or text, one list of token ids, or several prompts."""
 
     UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
     """Names of the fields that are `Unsupported`."""

@@ -40,7 +40,7 @@ def scan_json(text: bytes) -> JsonSize:
 
 
 def parse_json(text: str) -> Any:
-    """Parse a JSON text. Raises ValueError if it is not JSON, also for NaN and numbers that no float can hold."""
+    """Parse a JSON text. Raises ValueError if it is not JSON, has NaN, or has a number that no float can hold."""
     return json.loads(text, parse_constant=_no_number, parse_float=_finite)
 
 

@@ -1,8 +1,8 @@
-"""Reuse after an edit in the middle of a chat: the tokens after the edit are copied from an earlier prompt (linked).
+"""Reuse after an edit in the middle of a chat. The KV after the edit is copied from an earlier prompt (linked).
 
-The answer is then approximate. So the client must ask for links, a gate decides, and the answer reports the links. If
-linking would not pay, the prompt stays plain, and the exact answer says why: the session has no such prompt, no token
-after the edit is common, the source is not cached or has no room, or the saving is small.
+The answer is then approximate. So the client must ask for links, a gate must allow the method, and the answer reports
+the links. If linking would not pay, the prompt stays plain, and the exact answer says why: the session has no such
+prompt, no token after the edit is common, the source is not cached or has no room, or the saving is small.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from foreword.server.service import Caller, Service
 from foreword.server.verbs import COUNT_LINKED, NOT_CACHED, TOO_LARGE
 
 NUM_EARLIER = 8
-"""The number of a session's newest prompts to compare, because the newest may be for a title or a sub-agent."""
+"""The number of a session's newest prompts to compare. One is not enough: it may be for a title or a sub-agent."""
 NUM_TRIED = 3
 """The engines are asked about at most this number of the earlier prompts.
 
 One is not enough, because the most similar prompt may not be cached.
 """
 LEAST_SAVING = 0.05
-"""Linking must save this share of a prompt's tokens, and at least a block, because it costs exactness."""
+"""Linking must save this share of a prompt's tokens, and at least a block, because links are not exact."""
 _NO_SOURCE = {
     TOO_LARGE: "the prompt, its answer and the earlier prompt do not fit into the cache together",
     NOT_CACHED: "the earlier prompt is not cached whole",
@@ -84,7 +84,7 @@ async def linked_to_session(
 async def _linked(
     service: Service, plain: Prompt, composition: Composition, method: Method, params: SamplingParams
 ) -> tuple[Prompt, str | None]:
-    """Return the linked prompt, and why it does not pay; None if it pays."""
+    """Return the linked prompt, and why linking does not pay (None: it pays)."""
     choices = [method] if method.percent is None else [_EVERYTHING, method]  # runs the model only if that may pay
     for choice in choices:
         linked = await composed(service, choice, params.n, partial(service.llm.link, plain, composition, choice))
@@ -112,7 +112,7 @@ async def _not_paying(service: Service, plain: Prompt, linked: Prompt, max_token
 
 
 def _earlier(service: Service, caller: Caller, salt: str | None) -> list[RequestRecord]:
-    """Return the session's newest prompts that tokens alone describe, the newest first."""
+    """Return the session's newest prompts whose KV depends on their tokens and salt alone, the newest first."""
     ran = service.records.of_session(caller.tenant.name, caller.session_id)
     return list(islice((record for record in ran if record.salt == salt and record.is_plain), NUM_EARLIER))
 
@@ -126,7 +126,7 @@ def _edits(token_ids: npt.NDArray[np.int32], earlier: Sequence[RequestRecord], n
     candidates: list[tuple[int, Composition]] = []
     for before in (record.prompt_token_ids for record in earlier):
         if len(candidates) == NUM_TRIED and len(before) <= candidates[-1][0]:
-            continue  # so short a prompt cannot share more tokens than the candidates do
+            continue  # a prompt this short cannot share more tokens than the candidates do
         composition = compose_edit(token_ids, before)
         num_after = sum(len(part.token_ids) for part in composition.parts if part.span is not None)
         num_shared = common_length(token_ids, before) + num_after

@@ -39,7 +39,7 @@ class ScoreTemplate:
     instruction: str = ""
     """The default of {instruction}."""
     template_inputs: Mapping[str, Any] = field(default_factory=dict)
-    """Inputs of the chat template besides the messages."""
+    """Inputs of the chat template, except the messages."""
 
     def __post_init__(self) -> None:
         for name in ("user", "system", "instruction"):
@@ -88,7 +88,7 @@ class ScoreTemplate:
         return cls(**table)
 
     def messages(self, texts: Mapping[str, str], instruction: str | None = None) -> list[dict[str, str]]:
-        """Return the conversation about these texts, by place. Raises InvalidRequestError."""
+        """Return the conversation about `texts`, which are given by place. Raises InvalidRequestError."""
         if instruction is not None and "{instruction}" not in self.user:
             raise InvalidRequestError(
                 "the server's template has no place for an instruction; leave it out, or start the server with "
@@ -100,7 +100,7 @@ class ScoreTemplate:
         return [*first, {"role": "user", "content": user}]
 
     def tokens(self, tokenizer: Tokenizer, texts: Mapping[str, str], instruction: str | None = None) -> TokenIds:
-        """Return the prompt's tokens about these texts, by place. Raises InvalidRequestError."""
+        """Return the token ids of the prompt about `texts`, which are given by place. Raises InvalidRequestError."""
         return tokenizer.render_chat(self.messages(texts, instruction), template_inputs=self.template_inputs)
 
     def label_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -116,14 +116,14 @@ class ScoreTemplate:
 
 
 class Judge(NamedTuple):
-    """A template that the server's model can read."""
+    """A template, and the token ids of its labels for the server's model."""
 
     template: ScoreTemplate
     label_ids: tuple[int, ...]
 
     @classmethod
     def open(cls, option: str, name: str | None, places: tuple[str, ...], tokenizer: Tokenizer | None) -> Judge | None:
-        """Open the judge of an option; None without a `name`. Raises ConfigError if the model cannot be shown it."""
+        """Open an option's judge; None without a `name`. Raises ConfigError if the template does not fit the model."""
         if name is None:
             return None
         template = ScoreTemplate.named(option, name, places)

@@ -58,7 +58,7 @@ class ToolUse:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Strings that end the answer, besides the client's own."""
+        """Strings that end the answer, in addition to the client's stop strings."""
         ends_early = self.choice.mode == "auto" and self.choice.at_most_one and self._form is not None
         return self._form.stop if ends_early and self._form is not None else ()
 
@@ -77,7 +77,7 @@ class ToolUse:
         return forced_calls(self._form, forced, self._tokenizer.added_tokens, may_repeat=not self.choice.at_most_one)
 
     def relax(self, can_follow: Callable[[str], bool]) -> list[str]:
-        """Leave the patterns that no grammar can follow out of the next `grammar`. Returns descriptions for a log.
+        """Make the next `grammar` ignore the patterns that no grammar can follow. Returns their descriptions for a log.
 
         It checks at most MOST_PATTERNS different patterns, which take a millisecond each.
         """

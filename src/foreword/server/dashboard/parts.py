@@ -107,7 +107,7 @@ def window_choice() -> ui.toggle:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Tell the viewer about an error of what the `with` statement does."""
+    """Show the viewer the ForewordError that the `with` statement's block raises, if any."""
     try:
         yield
     except ForewordError as error:

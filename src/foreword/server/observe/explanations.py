@@ -72,11 +72,11 @@ def cache_report(
     *,
     similar: Divergence | None = None,
 ) -> dict[str, Any]:
-    """Make the field `foreword.cache` of a response: the lookup of its prompt, for the client that sent it.
+    """Make a response's field `foreword.cache`, which explains the lookup of the prompt to the client.
 
-    `similar` says where the prompt differs from an earlier prompt of its namespace. It serves if the index does not
-    know tokens, or if the differing tokens are not cached, as in a partial block. With `explanation` None (no prefix
-    cache, or no ledger) the report has counts only.
+    `similar` says where the prompt differs from an earlier prompt of its namespace. It is used if the index has no
+    token ids, or if the differing tokens are not cached, as in a partial block. If `explanation` is None (no prefix
+    cache, or no ledger), the report has only counts.
     """
     if explanation is None:
         return {"prompt_tokens": len(prompt), "hit_tokens": 0, "computed_tokens": len(prompt), "reason": None}
@@ -139,8 +139,8 @@ def text_of(token_ids: Iterable[int], tokenizer: Tokenizer | None) -> str | None
 def most_similar(prompt: TokenIds, namespace: str, records: Iterable[RequestRecord]) -> Divergence | None:
     """Find where a prompt differs from the most similar earlier prompt of its namespace.
 
-    It serves caches whose index knows keys but no tokens. Returns None if no earlier prompt begins with the same token,
-    or if the most similar one contains the whole prompt.
+    Used for caches whose index has keys but no token ids. Returns None if no earlier prompt begins with the same token,
+    or if the most similar prompt begins with this whole prompt.
     """
     best: tuple[int, TokenIds] | None = None
     for record in records:

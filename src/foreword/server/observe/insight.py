@@ -71,7 +71,7 @@ class MoreMemory:
                     keys = keys[: job.record.linked_from // self._curve.block_tokens]
                 with self._lock:
                     self._curve.admit(keys, num_looked_up)
-                num_looked_up = 0  # the continuations share one prompt
+                num_looked_up = 0  # the other choices share the lookup
 
     def points(self) -> list[CurvePoint]:
         """Return one point for each of `FACTORS`; empty before the first request, or if there is no estimate."""
@@ -119,7 +119,7 @@ class Insight:
         records.on_finished(Listener("saved_seconds", self._count_saved))
 
     async def look(self, max_age_s: float = 0.0) -> Snapshot:
-        """Return a snapshot of the engine that is at most `max_age_s` old, or the last one if no engine answers.
+        """Return a snapshot of the engine that is at most `max_age_s` old, or the last snapshot if no engine answers.
 
         Raises APIError 503 if the engine does not answer and there is no snapshot.
         """

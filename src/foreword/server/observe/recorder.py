@@ -32,7 +32,7 @@ RETRY_S = 1.0
 
 
 class Recorder:
-    """Writes each request once this and all earlier requests have ended, so that the file is in order of arrival.
+    """Writes a request once it and all requests that arrived earlier have ended, so the file is in order of arrival.
 
     Requests that were refused before they ran are left out. Prompts of different tenants share no blocks, so they have
     no ids in common. For a linked request, only the tokens before the first link are written, because no prefix lookup
@@ -65,7 +65,7 @@ class Recorder:
         self._ended.put((record, earliest))
 
     def close(self) -> None:
-        """Write the waiting requests and close the file. Wait for that at most 10 s. May be called twice."""
+        """Write the waiting requests and close the file. Waits at most 10 s. May be called twice."""
         if self._thread.is_alive():
             self._ended.put(None)
             self._thread.join(timeout=10.0)
@@ -111,7 +111,7 @@ class Recorder:
     def _write(self, record: RequestRecord) -> None:
         self._writer.write(
             timestamp_ms=round(1e3 * max(0.0, record.arrival_time - self._start), 3),
-            prompt_token_ids=record.prompt_token_ids[: max(1, record.num_queried_tokens)],  # no line is without tokens
+            prompt_token_ids=record.prompt_token_ids[: max(1, record.num_queried_tokens)],  # each line needs a token
             num_output_tokens=record.num_output_tokens,
             namespace=record.namespace,
             jumps=record.jumps,

@@ -21,7 +21,7 @@ MAX_BYTES_OF_TENANT, MAX_BYTES = 64 * 2**20, 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ServedSchema:
-    """A schema, and its report as JSON text, which is kept because it takes long to make."""
+    """A schema, and its report as JSON text. The report is kept, because making it takes long."""
 
     schema: LoadedSchema
     report: bytes

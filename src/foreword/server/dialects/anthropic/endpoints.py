@@ -78,7 +78,7 @@ async def _chat(call: Call[CreateMessageRequest | CountMessageTokensRequest]) ->
 
 
 def _check_nothing_wanted(body: CreateMessageRequest) -> None:
-    """Raise APIError 400 for fields that ask for an answer beside `max_tokens: 0`."""
+    """Raise APIError 400 for fields that ask for an answer, although `max_tokens` is 0."""
     wishes = {
         "stream": bool(body.stream),
         "thinking": body.thinking is not None and body.thinking.type == "enabled",
@@ -114,7 +114,7 @@ _TYPES = {
     OVERLOADED: "overloaded_error",
 }
 _STATUSES = {"timeout": 504, "engine_failed": OVERLOADED}
-"""Anthropic's statuses by foreword's error codes, where they differ from foreword's."""
+"""Anthropic's status for errors that have another status in foreword, by foreword's error code."""
 
 
 def _message(error: APIError) -> str:

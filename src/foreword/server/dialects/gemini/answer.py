@@ -79,8 +79,8 @@ class GeneratedContent(AnswerWriter):
         return usage
 
     def _candidate(self, delta: Delta) -> Json:
-        """Return a candidate with its new parts. Without parts it gets an empty text, because clients' chats would
-        otherwise call it invalid.
+        """Return a candidate with its new parts. A candidate without parts gets an empty text, because clients' chats
+        would otherwise call the candidate invalid.
         """
         reply = self._chat_answer.read(delta)
         self._num_tokens += len(delta.token_ids)

@@ -131,7 +131,7 @@ def sampling_of(config: GenerationConfig) -> dict[str, Any]:
 
 
 def structured_outputs(config: GenerationConfig) -> StructuredOutputsParams | None:
-    """Return the form that an answer must have; None for any text. Raises APIError or InvalidRequestError."""
+    """Return the structured outputs that a call asks for; None for any text. Raises APIError or InvalidRequestError."""
     schema, plain, kind = config.response_schema, config.response_json_schema, config.response_mime_type or TEXT
     if kind not in (JSON, ENUM, TEXT):
         raise _wrong("responseMimeType", f"is {kind!r}; use {TEXT}, {JSON} or {ENUM}")

@@ -105,7 +105,7 @@ async def _start(model: str, call: Call[GenerateContentRequest], *, stream: bool
 
 
 _STATUSES = {405: 404, 408: 504}
-"""Statuses that Google's API does not use here -> Google's statuses in their place."""
+"""Statuses that Google's API does not use -> the statuses that it uses instead."""
 _NAMES = {
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",

@@ -29,7 +29,7 @@ class Options(Body):
     """`options`."""
 
     num_predict: Integer | None = None
-    """Most tokens of the answer; 0 or less: as many as fit."""
+    """Limit of the answer's tokens; 0 or less: as many as fit."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_k: Integer | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -94,7 +94,7 @@ class EmbedRequest(_Call):
 
     input: str | Annotated[list[str], Field(fail_fast=True)]
     truncate: bool | None = None
-    """Whether to cut the end off a text that is too long. None counts as true, as at Ollama."""
+    """Whether to cut the end off a text that is too long. None counts as true, as in Ollama's own server."""
     dimensions: Positive | None = None
 
 

@@ -120,7 +120,7 @@ def sampling_of(body: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:
 
 
 def output_format(body: OllamaChatRequest | GenerateRequest) -> StructuredOutputsParams | None:
-    """Return the form that the answer must have; None for any text."""
+    """Return the structured outputs that the call asks for; None for any text."""
     if isinstance(body.format, dict):
         return StructuredOutputsParams(json=body.format)
     return StructuredOutputsParams(json_object=True) if body.format else None

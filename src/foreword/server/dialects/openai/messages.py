@@ -40,7 +40,7 @@ def check_call(call: Call[Any]) -> None:
 
 
 def template_inputs(reasoning_effort: str | None, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a chat template's inputs besides the messages; empty if the client gave no inputs."""
+    """Return a chat template's inputs, except the messages; empty if the client gave no inputs."""
     return {**(others or {}), **({} if reasoning_effort is None else {"reasoning_effort": reasoning_effort})}
 
 
@@ -117,7 +117,7 @@ def arguments_for_template(arguments: str) -> Mapping[str, Any] | str:
 
 
 def structured_outputs(body: Any, text_format: ResponseFormat | TextFormat | None) -> StructuredOutputsParams | None:
-    """Return the form that a call demands of the answer; None if the answer may be any text.
+    """Return the structured outputs that a call asks for; None if the answer may be any text.
 
     Raises APIError or InvalidRequestError.
     """

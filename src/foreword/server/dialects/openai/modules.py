@@ -49,8 +49,8 @@ async def module_completions(call: CallWith[ModulesRequest]) -> Response:
 
 @router.post("/v1/pml/explain")
 async def explain_links(call: CallWith[ModulesRequest]) -> Response:
-    """Report the tokens that `link` would copy in this prompt now, by part, and the parts that are not cached. Runs
-    nothing and counts nothing. Fields of /v1/pml/completions that shape the answer have no effect.
+    """Report the tokens that `link` would copy in this prompt now, by part, and the parts that are not cached. The
+    prompt is neither run nor counted. Fields of /v1/pml/completions that shape the answer have no effect.
     """
     service, parts = call.service, _Parts.of(call)
     check_call(call)
@@ -89,7 +89,7 @@ def _report(explanation: LinkExplanation) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A prompt of parts, whose fields were checked."""
+    """The checked fields of a prompt that consists of parts."""
 
     service: Service
     body: ModulesRequest
@@ -118,7 +118,7 @@ class _Parts:
         service, method = self.service, self.method
         parts = _documents(service, self.body) if self.schema is None else _composed(self.schema, self.body)
         plain = service.prompt_of(np.array(parts.token_ids, np.int32), self.salt)
-        service.check_length(len(plain.token_ids))  # before a method spends time on it
+        service.check_length(len(plain.token_ids))  # before a method takes time
         if method is None:
             return plain, None
         composition = _composition(service, parts)
