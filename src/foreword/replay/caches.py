@@ -1,7 +1,7 @@
 """Simulated caches: each takes one request after the other, and returns the part of the prompt that it held.
 
-Outputs are not cached, and a request ends before the next one comes: only the order of arrival, the capacity and the
-policy matter. A request with more blocks than the cache is refused, and all its blocks count as missed.
+Outputs are not cached, and each request ends before the next one comes. So only the order of arrival, the capacity and
+the policy matter. A request with more blocks than the cache is refused, and all its blocks count as missed.
 
 `ManagerCache` is the engine's own `KVCacheManager`. `LruCache` gives the answers of a `ManagerCache` under `lru`, but
 faster. (`OnePass` in `foreword.replay.simulator` is faster still, as long as every request fits.)
@@ -25,15 +25,15 @@ from foreword.replay.trace import RecordedRequest
 
 Key = TypeVar("Key", int, int | str)
 PIECE_BITS = np.uint64(31)
-"""A prefix key is given to the manager as two token ids of this many bits: blocks of two tokens."""
+"""The manager gets each prefix key as two token ids of this many bits, so that a block has two tokens."""
 PIECES = 2
 
 
 class Lru(Generic[Key]):
-    """Keys with weights. `use` evicts nothing; `shrink` does. So a request does not evict its own keys."""
+    """An LRU cache of keys with weights. Only `shrink` evicts, so a request does not evict its own keys."""
 
     def __init__(self, capacity: int | None, held: Iterable[Key] = ()) -> None:
-        """`capacity` in units of weight, None: no limit. `held`: keys to begin with, of weight 1, the newest last."""
+        """`capacity` is the largest sum of weights; None: no limit. `held`: first keys, of weight 1, newest last."""
         self.capacity = capacity
         self._weights: OrderedDict[Key, int] = OrderedDict.fromkeys(held, 1)
         self._weight = len(self._weights)
@@ -59,7 +59,7 @@ class Lru(Generic[Key]):
 
 @dataclass(slots=True)
 class HitCount:
-    """The part of a recording that a cache found."""
+    """The numbers of a recording's blocks and tokens that a cache found."""
 
     blocks: int = 0
     tokens: int = 0
@@ -69,7 +69,7 @@ class HitCount:
     """Blocks of the cache that were empty at the end: when a head was evicted, its tails were forgotten."""
 
     def note(self, request: RecordedRequest, num_held: int, capacity: int) -> None:
-        """Note that a cache of this capacity held the first `num_held` blocks of the request."""
+        """Count a request whose first `num_held` blocks were in a cache of this capacity."""
         self.blocks += num_held
         self.tokens += request.tokens_of(num_held)
         if len(request.keys) > capacity:
@@ -80,7 +80,7 @@ class LruCache:
     """Evicts the least recently used blocks, the tail of a request before its head."""
 
     def __init__(self, capacity: int, held: PrefixKeys = NO_KEYS) -> None:
-        """`held`: keys of the blocks to begin with, at most `capacity`, the most recently used last."""
+        """`held` has the keys of the blocks that the cache begins with, at most `capacity`, the latest used last."""
         _check_capacity(capacity)
         self.capacity = capacity
         self._blocks = Lru[int](capacity, held.tolist())
@@ -125,12 +125,12 @@ class ManagerCache:
 
 
 def as_sequence(request: RecordedRequest) -> TokenSequence:
-    """The request's blocks as a sequence of blocks of `PIECES` tokens."""
+    """Returns the request's blocks as a sequence that has `PIECES` tokens per block."""
     return TokenSequence("request", as_token_ids(request), block_size=PIECES)
 
 
 def as_token_ids(request: RecordedRequest) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Token ids that stand for the request's blocks, two per block, and one more, [2 * blocks + 1].
+    """Returns token ids that stand for the request's blocks, [2 * blocks + 1]: two per block, and an extra token.
 
     The engine always computes the last token of a prompt. Without the extra token, the last block could not be hit.
     """

@@ -22,11 +22,11 @@ MAX_BLOCKS = 2**31 - 1
 """Block numbers have 32 bits."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "minicpm3", "youtu")
-"""`model_type` of the models whose KV is latent on a CPU. Other models' KV is expanded, even if it could be latent."""
+"""`model_type` of the models whose KV a CPU stores as latent vectors. It stores other models' KV expanded."""
 IS_EXPANDED = "kv_is_expanded"
-"""A field that is added to a configuration if a server would expand the KV; no config.json has it."""
+"""A field that is added to a model's configuration if a server would expand the KV. No config.json has this field."""
 SCALE_BYTES = 2
-"""Bytes of the scale in int8: one scale for a token's keys, and one for its values, in each head."""
+"""Bytes of one scale of KV in int8. Each head has one scale for a token's keys, and one for the token's values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Capacity:
 
 
 def parse_capacity(text: str, block_tokens: int, kv_bytes_per_token: int | None) -> Capacity:
-    """`1000` (blocks) or `4GB`, `512MiB` (bytes of KV). Raises ConfigError."""
+    """Parse a number of blocks (`1000`), or of bytes of KV (`4GB`, `512MiB`). Raises ConfigError."""
     name = text.strip()
     if re.fullmatch(r"[0-9_]+", name):
         num_blocks = int(name)
@@ -66,10 +66,10 @@ def parse_with_unit(text: str) -> int:
 
 
 def read_model_config(model: str, dtype: Dtype = "auto") -> dict[str, Any]:
-    """Read config.json of a model's folder, or the file itself. Raises ModelLoadError.
+    """Read config.json; `model` is a model's folder, or the file itself. Raises ModelLoadError.
 
-    Adds `IS_EXPANDED` if the model's KV could be latent but `serve` with this `dtype` would expand it. That is known
-    only where torch is installed and the folder has the weights.
+    Adds `IS_EXPANDED` if the model's KV could be latent but `serve` with this `dtype` would expand it. This is checked
+    only if torch is installed and the folder has the weights.
     """
     folder = Path(model).expanduser()
     path = folder / "config.json" if folder.is_dir() else folder
@@ -84,7 +84,7 @@ def read_model_config(model: str, dtype: Dtype = "auto") -> dict[str, Any]:
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, dict) else config
     if is_latent(config) and any(folder.glob("*.safetensors")):
-        with suppress(ImportError):  # foreword[ops] has no torch
+        with suppress(ImportError):  # an installation of foreword[ops] has no torch
             from foreword.model.loader import why_not_written
 
             try:
@@ -99,15 +99,15 @@ def read_model_config(model: str, dtype: Dtype = "auto") -> dict[str, Any]:
 
 
 def is_latent(config: dict[str, Any]) -> bool:
-    """Whether a CPU stores one vector for all heads, for each token and layer."""
+    """Whether a CPU stores a token's keys and values in a layer as one vector for all heads."""
     return config.get("model_type") in LATENT_FAMILIES and not config.get(IS_EXPANDED)
 
 
 def kv_bytes_per_token(config: dict[str, Any], kv_cache_dtype: str = "auto") -> int:
     """Bytes of one token's keys and values in all layers, as if every layer attended to all tokens.
 
-    `kv_cache_dtype`: how `serve` stores KV; "auto" is the type of the configuration.
-    Raises ModelLoadError if the configuration does not say, and ConfigError for latent vectors in int8.
+    `kv_cache_dtype` says how `serve` stores KV; "auto" stands for the type in the configuration.
+    Raises ModelLoadError if the configuration lacks a size, and ConfigError for latent vectors in int8.
     """
     latent = is_latent(config)
     if kv_cache_dtype == "int8" and latent:

@@ -1,4 +1,4 @@
-"""`foreword replay TRACE`: arguments in, tables, pictures and JSON out. The other modules of this room compute."""
+"""`foreword replay TRACE`: reads arguments, writes tables, pictures and JSON. Other modules of the package compute."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from foreword.tiers.admission import ADMISSIONS
 
 DEFAULT_POLICIES = "lru,value,optimum"
 SATURATED = 0.95
-"""Busy share of a replica's time above which it has no room for bursts."""
+"""A replica that is busy for more than this share of the time has no room for bursts."""
 DEFAULT_CAPACITIES = "1000,3000,10000,30000,100000"
 DEFAULT_METHODS = "none,first-16,deviation-0.15"
 DEFAULT_TOKENS = "50000,200000,1000000"
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(report), flush=True)
     except BrokenPipeError:
         raise
-    except OSError as error:  # files that a user names have errors of their own
+    except OSError as error:  # files that the user named raise other errors, so this is the report
         raise ConfigError(f"the report cannot be written: {error}; free some space, or send it elsewhere") from error
     return 0
 
@@ -163,7 +163,7 @@ def _tell_malformed(reader: TraceReader, console: Console) -> None:
 def _replay_tier(
     tier: TierOption, reader: TraceReader, result: ReplayResult, bytes_per_token: int | None, console: Console
 ) -> list[dict[str, Any]]:
-    """Print, for each capacity of the memory, what is found in memory and in the tier below, and what is written.
+    """Print the blocks found in memory and in the tier below, and those written to the tier, for each capacity.
 
     Returns the table's rows as JSON values.
     """
@@ -296,7 +296,7 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serving_options(args: argparse.Namespace) -> ServingOptions | None:
-    """The options of serving, whose capacity is set later; None without --flops and --prefill-rate."""
+    """Returns the options of serving; the capacity is set later. None without --flops and --prefill-rate."""
     cost: StepCost | PromptRates
     if args.flops is None and args.prefill_rate is None:
         return None
@@ -420,7 +420,7 @@ def add_scheduling_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def schedulings_of(args: argparse.Namespace) -> list[tuple[Scheduling, SchedulerConfig]]:
-    """The orders to compare, each with the scheduler's options; empty without --scheduling."""
+    """Returns the orders of service to compare, each with the scheduler's options; empty without --scheduling."""
     if not 0.0 < args.load < float("inf"):
         raise ConfigError(f"--load {args.load} is no factor; use a number above 0, such as 1.5")
     config = SchedulerConfig(max_overtake_s=args.max_overtake_s)

@@ -1,6 +1,6 @@
 """Loops over single blocks and digits. numba compiles them at their first call, once per machine.
 
-Knows only arrays; the callers (`curve`, `trace`) know their meaning. They import this module late.
+This module knows only arrays. Its callers, `curve` and `trace`, know what the arrays mean; they import it late.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMMA, SPACE, ZERO, NINE = 44, 32, 48, 57
 
 @cached()
 def read_numbers(text: npt.NDArray[np.uint8], numbers: npt.NDArray[np.uint64]) -> bool:
-    """Read a text like `1, 2,3` into `numbers`. False: it has another form or count, or a number is too long."""
+    """Read a text like `1, 2,3` into `numbers`. Returns False for another form or count, or if a number is too long."""
     num_read = num_digits = 0
     value = np.uint64(0)
     is_over = False  # a space after a number: only a comma may follow
@@ -51,7 +51,7 @@ def read_numbers(text: npt.NDArray[np.uint8], numbers: npt.NDArray[np.uint64]) -
 
 @cached()
 def place_blocks(buckets: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], num_blocks: int) -> None:
-    """Fill an empty hash table with blocks 0 to `num_blocks`."""
+    """Fill an empty hash table with the first `num_blocks` blocks."""
     for block in range(num_blocks):
         buckets[_find(buckets, key_of, key_of[block])] = block
 
@@ -66,7 +66,7 @@ def use_blocks(
     num_blocks: int,
     next_stamp: int,
 ) -> tuple[int, int]:
-    """Let requests, laid end to end, use their blocks; returns the number of blocks and the next stamp.
+    """Let requests use their blocks, whose keys are laid end to end. Returns the number of blocks and the next stamp.
 
     Changes `tables`, which must have room for the blocks, and `uses`.
     """
@@ -90,7 +90,7 @@ def use_blocks(
             stamp = stamp_of[block]
             if stamp < 0:
                 continue
-            if stamp == stamp_before - 1:  # they were neighbours in an earlier request, too
+            if stamp == stamp_before - 1:  # this block and the last one were neighbours in an earlier request, too
                 distance += 1
             else:
                 distance = num_stamps - _count_before(counts, stamp)
@@ -114,7 +114,7 @@ def use_blocks(
 
 @cached()
 def _find(buckets: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], key: np.uint64) -> np.uint64:
-    """The bucket of a key's block; if there is no such block, the empty bucket for it."""
+    """Returns the bucket of a key's block. If there is no such block, returns the empty bucket for it."""
     mask = np.uint64(len(buckets) - 1)
     bucket = key & mask
     while buckets[bucket] >= 0 and key_of[buckets[bucket]] != key:
@@ -124,7 +124,7 @@ def _find(buckets: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], key: n
 
 @cached()
 def _count_before(counts: Counts, stamp: int) -> int:
-    """Number of stamps in use before this one."""
+    """The number of stamps in use that are lower than this stamp."""
     count = 0
     while stamp > 0:
         count += counts[stamp]

@@ -1,9 +1,10 @@
 """LRU's hit ratio over capacity: of a recording (`LruCurve`), and of traffic that keeps coming (`LiveLruCurve`).
 
-`LruStack` finds each block's distance: the number of different blocks used since its last use, itself included. LRU
-finds a block if and only if the capacity is at least its distance, so distances give LRU at every capacity at once.
-(A request uses its blocks from the tail to the head, when it ends; so a head is nearer than its tail.) Both curves
-follow all blocks or a sample. The live curve forgets blocks beyond its largest capacity, which cannot be hits.
+`LruStack` finds each block's distance: the number of different blocks used since the block's last use, counting the
+block itself. LRU finds a block if and only if the capacity is at least the block's distance, so distances give LRU's
+hits at every capacity at once. A request uses its blocks when it ends, from the last to the first, so the first block
+has the smallest distance. Both curves follow all blocks or a sample. The live curve forgets blocks whose distance is
+beyond its largest capacity, which cannot be hits.
 
 After Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies" (1970); counts are kept as by
 Fenwick, "A new data structure for cumulative frequency tables" (1994), and sampled after Waldspurger, Park, Garthwaite
@@ -26,15 +27,15 @@ from foreword.replay.keys import PrefixKeys
 FloatArray = npt.NDArray[np.float64]
 MIN_BLOCKS = 1024
 NUM_PARTS = 16
-"""Parts of the sample. The differences between the parts give an estimate of the error."""
+"""The number of parts of the sample. The differences between the parts give an estimate of the error."""
 MAX_SAMPLED_BLOCKS = 32_768
-"""Blocks in the sample, about 3 MB. If no capacity is larger than this, all blocks are followed, without an error."""
+"""The number of blocks in the sample; they take about 3 MB. If no capacity is larger, all blocks are followed."""
 WINDOW_BLOCKS = 2**22
-"""Number of prompt blocks after which older counts are halved: old traffic fades."""
+"""The number of prompt blocks after which older counts are halved, so that old traffic fades."""
 
 
 class Uses(NamedTuple):
-    """Facts about blocks at the time when requests used them, laid end to end."""
+    """Facts about the blocks of requests, laid end to end, at the time when the requests used them."""
 
     distances: Int64Array
     """[blocks]: distance of each block, 0 for a block never seen before."""
@@ -52,21 +53,21 @@ class Tables(NamedTuple):
     """
 
     block_of_bucket: npt.NDArray[np.int32]
-    """[a power of 2, at least twice the blocks]: hash table with linear probing; -1: empty."""
+    """[a power of 2, at least twice the blocks]: a hash table with linear probing. -1 stands for an empty bucket."""
     key_of: PrefixKeys
-    """[blocks]"""
+    """[blocks]: the key of each block."""
     stamp_of: Int64Array
-    """[blocks]; the stamp of the block's last use, or -1."""
+    """[blocks]: the stamp of each block's last use, or -1."""
     last_use: FloatArray
-    """[blocks]"""
+    """[blocks]: the time of each block's last use."""
     block_of_stamp: npt.NDArray[np.int32]
     """[stamps]: the block that got each stamp. Stamp s is in use if `stamp_of[block_of_stamp[s]]` is s."""
     counts: npt.NDArray[np.int32]
-    """[stamps + 1]: Fenwick tree; entry i counts the stamps in use among the (i & -i) that end before stamp i."""
+    """[stamps + 1]: a Fenwick tree. Entry i is the number of stamps in use among the (i & -i) just before stamp i."""
 
 
 class LruStack:
-    """Distances of blocks that come again. Memory: some 90 bytes for each different block."""
+    """Finds the distances of blocks that come again. Takes some 90 bytes of memory for each different block."""
 
     def __init__(self) -> None:
         from foreword.replay import compiled  # numba is slow to import
@@ -90,7 +91,7 @@ class LruStack:
         return self._num_blocks
 
     def admit(self, keys: PrefixKeys) -> Int64Array:
-        """Use the next request's blocks. Returns the distance of each, [blocks]; 0 for a block never seen before."""
+        """Use the next request's blocks. Returns the distance of each block, [blocks]; 0 if it is seen first."""
         return self.admit_each(keys, [len(keys)], [0.0]).distances
 
     def admit_each(self, keys: PrefixKeys, lengths: Sequence[int], times: Sequence[float]) -> Uses:
@@ -109,7 +110,7 @@ class LruStack:
         return uses
 
     def latest(self, count: int) -> PrefixKeys:
-        """Keys of the `count` most recently used blocks, or of all if there are fewer; the latest last."""
+        """Keys of the most recently used blocks, at most `count` of them, the latest last."""
         return self._tables.key_of[self._in_order()[-count:]]
 
     def keep_latest(self, count: int) -> None:
@@ -145,7 +146,7 @@ class LruStack:
             self._renumber(num_new)
 
     def _renumber(self, num_new: int) -> None:
-        """Renumber stamps without gaps, and make room for twice the number."""
+        """Renumber the stamps in use without gaps, and make room for twice the stamps that are needed."""
         in_order = self._in_order()
         count = len(in_order)
         self._tables.stamp_of[in_order] = np.arange(count)
@@ -166,7 +167,7 @@ def _resized(values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
 class LruCurve:
     """LRU hit ratio over capacity, for the requests that it followed.
 
-    With `sampling_rate` below 1 it follows that share of the blocks, chosen by key, and scales distances up.
+    With `sampling_rate` below 1, the curve follows that share of the blocks, chosen by key. It scales distances up.
     """
 
     def __init__(self, sampling_rate: float = 1.0) -> None:
@@ -185,7 +186,7 @@ class LruCurve:
         self.admit_each(keys, [len(keys)], [0.0])
 
     def admit_each(self, keys: PrefixKeys, lengths: Sequence[int], times: Sequence[float]) -> Uses:
-        """Follow the next requests, as in `LruStack.admit_each`; returns facts about the followed blocks."""
+        """Follow the next requests, as in `LruStack.admit_each`. Returns facts about the followed blocks."""
         self.num_accesses += len(keys)
         parts = np.zeros(1, np.int64)
         if self.sampling_rate < 1.0:
@@ -203,7 +204,7 @@ class LruCurve:
         return uses
 
     def latest(self, count: int) -> PrefixKeys:
-        """Keys of the `count` most recently used of the followed blocks, the latest last."""
+        """Keys of the `count` most recently used blocks among the followed ones, the latest last."""
         return self._stack.latest(count)
 
     @property
@@ -214,8 +215,8 @@ class LruCurve:
     def hit_ratios(self, capacities: npt.ArrayLike) -> FloatArray:
         """Share of all block accesses that LRU would find, for each capacity in blocks.
 
-        A sample seldom has exactly its share of the accesses; the difference is counted as hits at every capacity,
-        because popular blocks cause it (SHARDS-adj).
+        A sample seldom has exactly its share of the accesses. Popular blocks cause the difference, so the difference is
+        counted as hits at every capacity (SHARDS-adj).
         """
         hits = np.sum([self._hits(part, capacities) for part in range(self._num_parts)], axis=0)
         if self.sampling_rate < 1.0:
@@ -291,7 +292,7 @@ class LiveLruCurve:
         self._hits = np.zeros((NUM_PARTS, len(self._capacities)))
         """[parts of the sample, capacities]: the number of sampled blocks that were found."""
         self._looked_up = np.zeros(NUM_PARTS)
-        """Sampled blocks looked for, by part of the sample."""
+        """[parts of the sample]: the number of sampled blocks that were looked for."""
         self._num_blocks = 0.0
         self._num_tokens = 0.0
 
@@ -315,7 +316,7 @@ class LiveLruCurve:
         np.add.at(self._looked_up, parts, 1)
         distances = self._stack.admit(keys)[:num_looked_up]
         seen = distances > 0
-        # Of D different blocks, itself included, the sample has itself and its share of the D - 1 others.
+        # Distance D counts the block itself and D - 1 other blocks; the sample has its share of the others.
         needed = (distances[seen] - 1) / self.sampling_rate + 1
         np.add.at(self._hits, parts[seen], needed[:, None] <= self._capacities)
         if len(self._stack) > self._max_sampled * 5 // 4:

@@ -1,13 +1,13 @@
 """Keys of prefixes: one 64-bit number for each block of a prompt, equal exactly for equal whole prefixes.
 
-A recording's ids may stand for whole prefixes or for single blocks: this module chains them, and ids that were chained
-before give equivalent keys.
+A recording's ids may stand for single blocks or for whole prefixes. This module chains both: chaining the ids of whole
+prefixes again does not change which keys are equal.
 
     key(i) = mix( sum of mix(content id j) * odd(j), j = 0 .. i )
 
-Because it is a sum, a few array operations compute all keys. Among n different prefixes, two have equal keys with
-probability n * n / 2**65 (ten million: 3e-6). Then a simulation has a wrong hit. Keys that guard real blocks are made
-by `foreword.cache.keys.hashing`.
+Because a key is a sum, a few array operations compute all keys. Among n different prefixes, two have equal keys with
+probability n * n / 2**65 (3e-6 for ten million); a simulation then has a wrong hit. Keys that guard real blocks are
+made by `foreword.cache.keys.hashing`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def _odd_numbers(count: int) -> PrefixKeys:
 
 
 def _multipliers(count: int) -> PrefixKeys:
-    """The first `count` odd numbers. They are computed and kept up to a power of 2, so few counts compute them anew."""
+    """The first `count` odd multipliers. They are computed up to a power of 2 and kept, so most calls compute none."""
     return _odd_numbers(max(1024, 1 << count.bit_length()))[:count]
 
 
 def chain(content_ids: PrefixKeys) -> PrefixKeys:
-    """Content ids of consecutive blocks [blocks] -> for each block, the key of the prefix that it ends [blocks]."""
+    """Turn content ids of consecutive blocks, [blocks], into the key of the prefix that each block ends, [blocks]."""
     return chain_each(content_ids, [len(content_ids)])
 
 
@@ -63,7 +63,7 @@ def chain_each(content_ids: PrefixKeys, lengths: Sequence[int]) -> PrefixKeys:
 
 
 def as_content_ids(ids: Sequence[int | str]) -> PrefixKeys:
-    """Numbers or strings that name contents -> 64-bit ids. Raises ValueError for anything else."""
+    """Turn numbers or strings that name contents into 64-bit ids. Raises ValueError for anything else."""
     try:
         numbers = np.array(ids, np.uint64) if set(map(type, ids)) <= {int} else None
     except OverflowError:
@@ -80,10 +80,10 @@ def _content_id(name: object) -> int:
 
 
 def content_ids_of_tokens(token_ids: npt.ArrayLike, block_tokens: int) -> PrefixKeys:
-    """Token ids [tokens] -> content ids [blocks of `block_tokens`, a partial last one included]."""
+    """Turn token ids, [tokens], into content ids, [blocks of `block_tokens`]. A partial last block gets an id, too."""
     tokens = np.asarray(token_ids).astype(np.int64).view(np.uint64)
     num_blocks = -(-len(tokens) // block_tokens)
     padded = np.zeros(num_blocks * block_tokens, np.uint64)
-    padded[: len(tokens)] = _mix(tokens + _GOLDEN)  # padding is no token: a partial block is no full one
+    padded[: len(tokens)] = _mix(tokens + _GOLDEN)  # no token becomes 0, so a partial block differs from full ones
     of_block: PrefixKeys = (padded.reshape(num_blocks, block_tokens) * _multipliers(block_tokens)).sum(axis=1)
     return of_block

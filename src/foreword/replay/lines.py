@@ -7,8 +7,9 @@ A line's keys tell its format:
     prompt_token_ids    or token_ids, or a bare list: plain token ids
     prompt | messages   OpenAI: text or a conversation, alone or as the `body` of a batch line; needs a tokenizer
 
-With `session_id`, a line with hash_ids is a turn as AIPerf writes it: its ids and input_length describe the new blocks
-only, which follow the session's earlier blocks. If a turn begins with all earlier ids again, turns are whole prompts.
+A line with `session_id` and hash_ids is a turn as AIPerf writes it. Its ids and input_length describe only the new
+blocks, which follow the session's earlier blocks. If a turn repeats all earlier ids of its session, this turn and all
+turns after it are whole prompts.
 
 Other programs write bodies of requests too: vLLM's request log, LiteLLM's and OpenTelemetry's records. If such a line
 lacks a needed part, such as text that was redacted, the error names the program and the setting.
@@ -69,7 +70,7 @@ def of_vllm_log(line: str) -> dict[str, Any] | None:
     if request is None or request[1] == "None":
         raise NoRequestError("a line of vLLM's log without the token ids of a prompt")
     try:
-        moment = datetime.strptime(f"2000-{entry[1]}", "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)  # it writes no year
+        moment = datetime.strptime(f"2000-{entry[1]}", "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)  # vLLM writes no year
         return {"prompt_token_ids": json.loads(request[1]), "timestamp": moment.timestamp() * 1000}
     except ValueError:
         return None
@@ -199,10 +200,10 @@ class PromptEncoder(Protocol):
 
 
 def parse_json_line(line: str, where: str) -> Any:
-    """The JSON value of a line; `where` names the line. Raises TraceError."""
+    """Parse the JSON value of a line; `where` names the line in errors. Raises TraceError."""
     line = line.rstrip(" \t\r\n")
     try:
-        if line[:1] in "{[":  # half the time of `loads`, which looks for white space by regular expressions
+        if line[:1] in "{[":  # takes half the time of `loads`, which looks for white space by regular expressions
             value, end = _DECODER.raw_decode(line)
             if end == len(line):
                 return value
@@ -243,7 +244,7 @@ class ParsedLine(NamedTuple):
 
 
 class SkimmedLine(NamedTuple):
-    """A line in Mooncake's format whose ids are counted but not read yet: they may turn out not to be numbers."""
+    """A line in Mooncake's format whose ids are counted but not read yet. They may turn out not to be numbers."""
 
     request: ParsedLine
     """The request without its content ids."""
@@ -255,18 +256,18 @@ class SkimmedLine(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """All blocks of a session up to its last turn."""
+    """All blocks of a session, up to and including its latest turn."""
 
     ids: list[Any]
     pieces: list[tuple[Any, int]]
-    """Each id with its number of tokens: turns may end inside blocks. Tokens without an id get a name of their own."""
+    """Each id with its number of tokens, because turns may end inside blocks. Tokens without id get a unique name."""
     timestamp: float | None
 
 
 def _on_grid(pieces: list[tuple[Any, int]], block_tokens: int) -> list[Any]:
-    """Ids of the blocks into which an engine cuts these pieces.
+    """Returns the ids of the blocks into which an engine cuts these pieces.
 
-    A block gets a digest as its id, unless it is the beginning of a single piece that has an id.
+    A block that has only the beginning of one piece, with an id, keeps that id. Other blocks get a digest as their id.
     """
     blocks: dict[int, list[tuple[Any, int, int]]] = {}
     at = 0
@@ -277,7 +278,7 @@ def _on_grid(pieces: list[tuple[Any, int]], block_tokens: int) -> list[Any]:
             blocks.setdefault(at // block_tokens, []).append((name, at - start, num_tokens))
             at += num_tokens
     if at % block_tokens and any(isinstance(name, tuple) for name, _, _ in blocks[at // block_tokens]):
-        del blocks[at // block_tokens]  # a partial last block without an id
+        del blocks[at // block_tokens]  # some tokens of the partial last block have no id
     has_digests = any(isinstance(name, str) for name, _ in pieces)
     ids: list[Any] = []
     for block in blocks.values():
@@ -290,7 +291,7 @@ def _on_grid(pieces: list[tuple[Any, int]], block_tokens: int) -> list[Any]:
 
 
 def parse_mooncake_record(record: object, where: str) -> ParsedLine:
-    """The request of a line with all fields of Mooncake's format. Raises TraceError, naming the wrong value."""
+    """Read the request of a line with all fields of Mooncake's format. Raises TraceError, naming the wrong value."""
     if not isinstance(record, dict):
         raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be one JSON object")
     fields = {"timestamp": None, "output_length": None, "hash_ids": None, **record}
@@ -306,7 +307,7 @@ class LineParser:
     sessions: dict[Any, _Turn | None] = field(default_factory=dict)
     """The state of each session in the lines parsed so far; None after a turn that was refused."""
     has_whole_turns: bool = False
-    """Whether the turn of any session was a whole prompt."""
+    """Whether any turn so far was a whole prompt."""
 
     def start_again(self) -> None:
         """Forget all sessions: the next line is the first one of a file."""
@@ -333,7 +334,7 @@ class LineParser:
         return SkimmedLine(request, num_ids, ids, line, where)
 
     def parse(self, line: bytes, where: str) -> ParsedLine | TraceError:
-        """The request in a line, or the error that the line has."""
+        """Returns the request in a line, or the error that the line has."""
         try:
             text = line.decode()
             return self._of_value(of_vllm_log(text) or parse_json_line(text, where), where)
@@ -388,7 +389,7 @@ class LineParser:
     def _of_turn(
         self, line: ParsedLine, ids: list[Any], session: Any, record: dict[str, Any], where: str
     ) -> ParsedLine:
-        """Put the session's earlier blocks before a turn's. Answers are left out: the recording does not have them."""
+        """Put the session's earlier blocks before a turn's blocks. Answers are left out; the recording lacks them."""
         if not isinstance(session, str | int):
             raise TraceError(f"{where}: session_id={str(session)[:40]!r}; it must be a text or a number")
         before, time, size = self.sessions.get(session), line.timestamp_ms, line.block_tokens

@@ -1,4 +1,4 @@
-"""Linking: the tokens that a cache would find if chunks could stand anywhere, and those that are computed again.
+"""Linking: counts the tokens that a cache would find if chunks could stand anywhere, and those it computes again.
 
 Two caches with LRU and equal memory get the same requests. The first finds a chunk only if all chunks before it are
 the same as before. The second finds a chunk wherever it stands. A chunk that both find is exact. If only the second
@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
 
 
 def chunk_file(trace: Path) -> Path | None:
-    """The file of chunked requests at a path, which may be RAGPulse's folder; None if the path has no such file."""
+    """The file of chunked requests at a path, which may be RAGPulse's folder. None if there is no such file."""
     file = trace / RAGPULSE_TRACE if trace.is_dir() else trace
     if not file.is_file():  # a pipe could not be read again
         return None
@@ -118,7 +118,7 @@ def _of_ragpulse(ids: dict[str, Any], lengths: Mapping[int, int], where: str) ->
 
 
 def _read_lengths(folder: Path) -> dict[int, int]:
-    """Read the number of tokens of each chunk from RAGPulse's other files: lines with an id and a length."""
+    """Read the number of tokens of each chunk from RAGPulse's other files, whose lines have an id and a length."""
     lengths: dict[int, int] = {}
     for file in sorted(folder.glob("[1-9]_*.jsonl")):
         for where, record in _records(file):
@@ -133,7 +133,7 @@ def _read_lengths(folder: Path) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class LinkMethod:
-    """The part of a linked chunk that a method computes again."""
+    """A method of linking, which computes a chunk's first `first_k` tokens and a share of the chunk again."""
 
     name: str
     first_k: int = 0
@@ -152,13 +152,13 @@ class LinkMethod:
         return cls(text, share=float(deviation[1]))
 
     def num_recomputed(self, num_tokens: int) -> float:
-        """Tokens of a linked chunk that are computed again."""
+        """The number of a linked chunk's tokens that are computed again."""
         return min(self.first_k, num_tokens) + self.share * num_tokens
 
 
 @dataclass(slots=True)
 class PartCount:
-    """Tokens of one part of the prompts."""
+    """Numbers of tokens in one part of the prompts."""
 
     num_tokens: int = 0
     prefix_tokens: int = 0
@@ -177,13 +177,13 @@ class LinkReplay:
     found_tokens: int = 0
     """Tokens that are found if chunks may stand anywhere."""
     num_linked: int = 0
-    """Chunks that were found where no prefix ends with them."""
+    """Chunks that were found but not as part of a prefix. The first chunk of a prompt does not count."""
     recomputed: dict[str, float] = field(default_factory=dict)
     """Found tokens that a method computes again, by the method's name."""
     parts: dict[str, PartCount] = field(default_factory=dict)
 
     def share(self, method: str | None = None) -> float:
-        """The share of the prompts' tokens that are not computed: with prefix caching, or with a method of linking."""
+        """The share of the prompts' tokens that a method of linking does not compute. None: prefix caching."""
         saved = self.prefix_tokens if method is None else self.found_tokens - self.recomputed[method]
         return saved / max(1, self.num_tokens)
 
@@ -191,7 +191,7 @@ class LinkReplay:
 def replay_linking(
     requests: Iterable[Sequence[Chunk]], capacities: Sequence[int | None], methods: Sequence[LinkMethod]
 ) -> list[LinkReplay]:
-    """Replay the requests for each capacity in tokens."""
+    """Replay the requests for each capacity in tokens. Returns one result for each capacity."""
     pairs = [_CachePair(capacity, methods) for capacity in capacities]
     for chunks in requests:
         prefixes: list[int] = []
@@ -203,7 +203,7 @@ def replay_linking(
 
 
 class _CachePair:
-    """Both caches of one capacity."""
+    """The two caches of one capacity: prefixes, and chunks that may stand anywhere."""
 
     def __init__(self, capacity: int | None, methods: Sequence[LinkMethod]) -> None:
         self.result = LinkReplay(capacity, recomputed={method.name: 0.0 for method in methods})
@@ -221,11 +221,11 @@ class _CachePair:
                 count.num_tokens += chunk.num_tokens
                 count.prefix_tokens += chunk.num_tokens * is_prefix
                 count.found_tokens += chunk.num_tokens * is_found
-            if is_found and not is_prefix and number:  # the first chunk stands where it was computed
+            if is_found and not is_prefix and number:  # a first chunk always stands where it was computed
                 result.num_linked += 1
                 for method in self._methods:
                     result.recomputed[method.name] += method.num_recomputed(chunk.num_tokens)
-        for chunk, prefix in zip(reversed(chunks), reversed(prefixes), strict=True):  # so that tails go first
+        for chunk, prefix in zip(reversed(chunks), reversed(prefixes), strict=True):  # evict last chunks first
             self._prefixes.use(prefix, chunk.num_tokens)
             self._chunks.use(chunk.id, chunk.num_tokens)
         self._prefixes.shrink()

@@ -1,7 +1,7 @@
 """The curves of a replay as SVG or PNG, and as an HTML page that needs nothing else.
 
-Knows results and drawing; writes only the files that a caller names. resvg, an optional dependency, makes PNG from the
-SVG with the fonts of the machine.
+Writes only the files that a caller names. resvg, an optional dependency, turns the SVG into a PNG with the fonts of the
+machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTH, HEIGHT = 860, 460
 LEFT, RIGHT, TOP, BOTTOM = 64, 150, 40, 64
 COLOURS = ("#1f5fbf", "#c2410c", "#15803d", "#7e22ce", "#0e7490", "#a16207", "#be123c")
 FONTS = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', 'Noto Sans', sans-serif"
-"""Fonts of several systems: resvg takes the first one that exists. For `sans-serif` alone it finds no font."""
+"""Fonts of several systems. resvg takes the first one that is installed, and finds no font for `sans-serif` alone."""
 PNG_ZOOM = 2
 
 
@@ -40,7 +40,7 @@ def write_picture(result: ReplayResult, file: Path, title: str, kv_bytes_per_tok
 
 
 def check_format(file: Path) -> None:
-    """Raise ConfigError unless the file's name has a format that can be written, and its folder exists."""
+    """Raise ConfigError if the format in the file's name cannot be written, or the file's folder does not exist."""
     if file.suffix not in (".svg", ".png", ".html"):
         raise ConfigError(f"picture {str(file)!r} has an unknown format; use a name that ends in .svg, .png or .html")
     if not file.parent.is_dir():
@@ -72,7 +72,7 @@ def _svg_to_png() -> Callable[..., bytes]:
 
 
 class _Plot:
-    """Coordinates: capacity on a logarithmic axis, ratio from 0 to a round number above the limit."""
+    """Coordinates: x is capacity on a logarithmic axis, y is a ratio from 0 to a round number above the limit."""
 
     def __init__(self, result: ReplayResult) -> None:
         self.low = math.log10(max(1, min(100, result.curve_capacities[-1] // 10)))
@@ -89,7 +89,7 @@ class _Plot:
 
 
 def as_svg(result: ReplayResult, title: str, kv_bytes_per_token: int | None = None) -> str:
-    """The picture: LRU's curve, points where other policies were measured, the limit and the knee."""
+    """Draw LRU's curve, points where other policies were measured, the limit and the knee."""
     plot = _Plot(result)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="{FONTS}" '

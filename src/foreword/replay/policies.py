@@ -25,7 +25,7 @@ class LfuPolicy(RankedPolicy):
 
     The count of hits starts when the content is cached. A hit on a tail is a hit on its head too, so no block outlives
     the head of its prefix. Content that was once hit often stays long: choose this policy where the popular prefixes
-    are the same all day. O(1) a block, O(log hits) for each different count in a call.
+    are the same all day. A call takes O(1) time per block, and O(log hits) per different count.
     """
 
     def note_hit(self, block_ids: BlockIds) -> None:
@@ -33,12 +33,12 @@ class LfuPolicy(RankedPolicy):
 
 
 class SlruPolicy(EmptyFirstPolicy):
-    """Segmented LRU: evicts blocks without a hit first (probation), then the others (protected); each part by LRU.
+    """Segmented LRU: evicts blocks without a hit first (probation), then the others (protected), in LRU order.
 
     A flood of prompts that nobody repeats passes through probation and leaves the reused prefixes alone; plain LRU
-    would lose them. At most `PROTECTED_SHARE` of the pool's blocks are free and protected. Beyond that, the least
-    recently freed protected blocks go to the end of probation, and need another hit. O(1) a block. After Karedla, Love
-    and Wherry, "Caching strategies to improve disk system performance" (1994).
+    would evict these prefixes. At most `PROTECTED_SHARE` of the pool's blocks are free and protected. Beyond that, the
+    least recently freed protected blocks go to the end of probation, and need another hit. O(1) a block. After Karedla,
+    Love and Wherry, "Caching strategies to improve disk system performance" (1994).
     """
 
     PROTECTED_SHARE = 0.8
@@ -87,12 +87,12 @@ class SlruPolicy(EmptyFirstPolicy):
 
 
 class TlruPolicy(RankedPolicy):
-    """Evicts the last `SPARE_BLOCKS` blocks of each prompt first, then the others; both by LRU.
+    """Evicts the last `SPARE_BLOCKS` blocks of each prompt first, then the others, both in LRU order.
 
     A conversation's next turn has to compute its new tokens anyway. If it computes a few blocks more, its first token
-    still comes in time. So the ends of prompts may go, and heads stay. Choose it where slow first tokens matter more
-    than hits. A request must free its blocks in one call. After "Tail-Optimized Caching for LLM Inference" (arXiv
-    2510.15152); also in SGLang.
+    still comes in time. So the ends of prompts are evicted, and heads stay. Choose this policy where slow first tokens
+    matter more than hits. A request must free its blocks in one call. After "Tail-Optimized Caching for LLM Inference"
+    (arXiv 2510.15152); also in SGLang.
     """
 
     SPARE_BLOCKS = 4
@@ -106,9 +106,9 @@ class TlruPolicy(RankedPolicy):
 class TinyLfuPolicy(RankedPolicy):
     """Evicts the blocks with the fewest uses first, among equals the least recently freed.
 
-    A key's count outlives the eviction of its block: choose this policy where prompts return after a long time. Counts
-    end at 15. All counts are halved after ten uses for each block of the pool, so old uses fade. The counts are those
-    of "TinyLFU" (Einziger, Friedman and Manes, 2017) without its sketch, which only saves memory.
+    A key's count outlives the eviction of its block: choose this policy where prompts return after a long time. A count
+    is at most 15. All counts are halved after ten uses for each block of the pool, so old uses fade. The counts are
+    those of "TinyLFU" (Einziger, Friedman and Manes, 2017) without its sketch, which only saves memory.
     """
 
     MOST = 15
@@ -125,7 +125,7 @@ class TinyLfuPolicy(RankedPolicy):
         self._use(block_ids)
 
     def note_hit(self, block_ids: BlockIds) -> None:
-        self._rank[block_ids] += 1  # where keys are not told
+        self._rank[block_ids] += 1  # for a caller that does not report keys
         self._use(block_ids)
 
     def _use(self, block_ids: BlockIds) -> None:
@@ -152,8 +152,8 @@ class FifoPolicy(EmptyFirstPolicy):
     This order ignores use: compare other policies with it, or choose it where prefixes are popular for a while and then
     never again. A head is cached no later than its tail, so it may be evicted before its tail.
 
-    Held blocks are in `_queue` too. A held block that the front of the queue passes becomes overdue: once free, it goes
-    before all queued blocks. O(1) a block, O(log n) for an overdue block.
+    Blocks that a request holds are in `_queue` too. If such a block comes to the front of the queue, it is overdue:
+    once it is free, it is evicted before all queued blocks. O(1) a block, O(log n) for an overdue block.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -162,7 +162,7 @@ class FifoPolicy(EmptyFirstPolicy):
         self._cached_at: npt.NDArray[np.int64] = np.full(num_blocks, -1, np.int64)
         self._num_cached = 0
         self._overdue: list[tuple[int, int]] = []
-        """Heap of (cached at, block id). An entry is stale unless the block is free and still holds that content."""
+        """Heap of (cached at, block id). An entry is valid while the block is free and still holds that content."""
         self._in_heap: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
 
     def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
@@ -185,7 +185,7 @@ class FifoPolicy(EmptyFirstPolicy):
             heapq.heapify(self._overdue)
 
     def _discard(self, block_ids: BlockIds) -> None:
-        pass  # `_is_free` shows it; a block that is freed again has kept its place
+        pass  # `_is_free` records it, and a block that is freed again has kept its place
 
     def _take(self, count: int) -> BlockIds:
         overdue: list[int] = []
@@ -220,10 +220,10 @@ class FifoPolicy(EmptyFirstPolicy):
 
 
 class LastAccessedPolicy(RankedPolicy):
-    """Evicts the least recently accessed blocks first, among equals the deepest in its prefix: vLLM v0's evictor.
+    """Evicts the least recently accessed blocks first, among equals the deepest in their prefixes: vLLM v0's evictor.
 
-    A request accesses its blocks until it frees them, all in one call and so at one time. So a tail goes before its
-    head even if a caller frees them in another order. O(log k) a block for a call with k blocks.
+    A request frees all its blocks in one call, so their last accesses have one time. So a tail is evicted before its
+    head even if a caller frees them in another order. A call with k blocks takes O(log k) time per block.
     """
 
     def __init__(self, num_blocks: int) -> None:

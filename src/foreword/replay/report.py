@@ -15,7 +15,7 @@ from foreword.config import EvictionName
 from foreword.replay.simulator import ReplayResult
 
 LITTLE_REUSE = 0.3
-"""Share of blocks seen before, below which the advice is to look at the prompts themselves."""
+"""If a smaller share of the blocks was seen before, the advice is to look at the prompts themselves."""
 NOTABLE = 0.005
 """Smallest difference, as a share of the blocks, that the advice mentions."""
 
@@ -30,7 +30,7 @@ def knee(result: ReplayResult) -> int:
     if x[-1] == x[0] or y[-1] == y[0]:
         return result.curve_capacities[0]
     above = (y - y[0]) / (y[-1] - y[0]) - (x - x[0]) / (x[-1] - x[0])
-    # A curve that is hollow throughout bends at its end: more memory always pays more than before.
+    # A convex curve bends at its end: each doubling of memory gains more than the doubling before.
     return result.curve_capacities[len(above) - 1 - int(np.argmax(above[::-1]))]
 
 
@@ -70,7 +70,7 @@ def _on_memory(result: ReplayResult, kv_bytes_per_token: int | None) -> list[str
 
 
 def _on_policies(result: ReplayResult) -> list[str]:
-    """The capacity at which an engine's policy beats LRU most, and the cost of evictions at the largest capacity."""
+    """Advice on the policy that beats LRU most, and on what more memory than the given capacities would find."""
     online = {policy: hits for policy, hits in result.hits.items() if policy in get_args(EvictionName)}
     if not online or not result.capacities:
         return []
@@ -214,7 +214,7 @@ def _rounded(figures: dict[str, dict[str, float]]) -> dict[str, dict[str, float]
 
 
 def _refused(result: ReplayResult) -> dict[str, int]:
-    """Blocks of prompts that are longer than the whole cache, by capacity."""
+    """The number of blocks in prompts that are longer than the whole cache, by capacity."""
     largest = {
         capacity.name: max(by_capacity[capacity.name].refused_blocks for by_capacity in result.hits.values())
         for capacity in result.capacities
@@ -231,7 +231,7 @@ def _intervals(result: ReplayResult) -> Table:
 
 
 def interval_shares(result: ReplayResult) -> list[tuple[str, float]]:
-    """Rows of the histogram of reuse intervals: "4 to 8" (units), share of all reuses."""
+    """Rows of the histogram of reuse intervals: a name such as "4 to 8" (units), and the share of all reuses."""
     counts = result.reuse_intervals.counts
     total = sum(counts.values()) or 1
     return [

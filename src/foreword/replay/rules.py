@@ -1,4 +1,4 @@
-"""Rules that choose a replica for a request: other routers' rules, to compare with ours on equal traffic.
+"""Other routers' rules for choosing a replica for a request, to compare with our rule on equal traffic.
 
 A rule gives each replica a cost. The rivals' rules are written from their published descriptions. All rules get exact
 and fresh knowledge of caches and load, including requests under way. The rivals' own systems estimate, poll or lack
@@ -22,7 +22,7 @@ COST = "cost"
 
 
 def first_token(fleet: Fleet) -> FloatArray:
-    """The least predicted time to the first token: the replica's backlog, and the prefill of the missing tokens."""
+    """Costs are predicted seconds to the first token: the replica's backlog, and the prefill of the missing tokens."""
     costs: FloatArray = fleet.backlog_s + fleet.prefill_s
     return costs
 
@@ -44,7 +44,7 @@ class BoundedHash:
 
 
 class RoundRobin:
-    """One replica after the other."""
+    """Chooses one replica after the other."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -73,8 +73,9 @@ class PowerOfTwo:
 class RayPrefix:
     """Ray Serve LLM's PrefixCacheAffinityRouter: the longest match, among equals the shortest queue.
 
-    If no match reaches a tenth of the prompt, the smallest tree is chosen. If queues differ by more than `threshold`
-    requests, power of two decides. The default threshold is infinite in Ray's code and 10 in its documentation.
+    If no match reaches a tenth of the prompt, the replica with the smallest prefix tree is chosen. If queues differ by
+    more than `threshold` requests, power of two decides. The default is infinite in Ray's code, 10 in its
+    documentation.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -92,9 +93,9 @@ class RayPrefix:
 
 
 def sglang_cache_aware(fleet: Fleet) -> FloatArray:
-    """SGLang's gateway, `cache_aware`: the longest match if it is more than half of the prompt, else the smallest tree.
+    """SGLang's gateway, `cache_aware`: the longest match if over half of the prompt, else the smallest prefix tree.
 
-    The shortest queue is chosen if the longest queue has over 32 requests more and is over 1.1 times as long.
+    The shortest queue is chosen if the longest queue has over 32 requests more than it and is over 1.1 times as long.
     """
     queues = fleet.num_waiting[fleet.usable]
     longest, shortest = int(queues.max()), int(queues.min())
@@ -108,7 +109,7 @@ def sglang_cache_aware(fleet: Fleet) -> FloatArray:
 def llm_d(fleet: Fleet) -> FloatArray:
     """llm-d's scorers: 2 x matched share + 1 x free share of the KV cache + 1 x shortness of the queue.
 
-    "Free share" can be read in four ways (nothing, blocks held, prompts open, prompts waiting). The last waited least.
+    The "free share" could count nothing, held blocks, open prompts or waiting prompts. The last has the shortest waits.
     """
     matched = fleet.hit_blocks / max(1, len(fleet.request.keys))
     used = np.minimum(fleet.waiting_tokens / (fleet.num_blocks * fleet.block_tokens), 1)
@@ -119,17 +120,17 @@ def llm_d(fleet: Fleet) -> FloatArray:
 
 
 def dynamo(fleet: Fleet) -> FloatArray:
-    """NVIDIA Dynamo's cost: the tokens to prefill, those of waiting prompts included.
+    """NVIDIA Dynamo's cost: the tokens to prefill, including the tokens of waiting prompts.
 
-    Dynamo also counts the blocks of decoding requests. They are left out here: at rates of prefill they delay nobody,
-    and with them the rule waits longer.
+    Dynamo also counts the blocks of decoding requests. They are left out here: at prefill rates they delay nobody, and
+    counting them makes requests wait longer.
     """
     costs: FloatArray = fleet.waiting_tokens + fleet.computed_tokens
     return costs
 
 
 def least_loaded(fleet: Fleet) -> FloatArray:
-    """The fewest unfinished requests."""
+    """Costs are the numbers of unfinished requests."""
     return fleet.num_open.astype(np.float64)
 
 
@@ -157,7 +158,7 @@ RULES = tuple(_RULES)
 
 
 def make_rule(name: str) -> Rule | None:
-    """Make the rule of this name, with a state of its own; None: the core's own rule. Raises ConfigError if unknown."""
+    """Make a new rule of this name. Returns None for the core's own rule. Raises ConfigError for an unknown name."""
     if name not in _RULES:
         raise ConfigError(f"routing={name!r} is unknown; use one of {', '.join(RULES)}")
     return _RULES[name]()

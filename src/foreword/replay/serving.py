@@ -2,11 +2,11 @@
 
 Routers are the real `RoutingCore`, with our rule or another one (`rules`). There are two kinds of replica. One runs
 the steps of the engine's scheduler, whose time comes from arithmetic and memory traffic (`StepCost`). The other
-computes one prompt after the other at a rate (`PromptRates`). Its cache is the engine's `KVCacheManager`; an option
-delays the cache's events on their way to the routers. Replicas can die and join.
+computes one prompt after the other at a rate (`PromptRates`). Both have the engine's `KVCacheManager`. An option delays
+the events of caches on their way to the routers. Replicas can die and join.
 
-Two kinds of events are queued by time. *Acts* change what replicas do: a choice at a router's turn, a death, a join.
-*News* only tells routers what replicas did. So between two acts, each replica runs by itself.
+Two kinds of events are queued by time. *Acts* change what replicas do: a router's choice at its turn, a replica's death
+or join. *News* only tells routers what replicas did. So between two acts, each replica runs by itself.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ServingOptions:
     update_delay_s: float | None = 0.002
     """Seconds until a router's reservations reach the other routers; None: they never do."""
     turn_s: float = TURN_S
-    """Seconds of a router's turn in a burst; 0: routers do not wait for turns."""
+    """Seconds that a router's turn lasts in a burst. 0: routers do not wait for turns."""
     changes: tuple[FleetChange, ...] = ()
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class ServingReport:
     requests_retried: int
     """Requests whose replica died before their first token."""
     requests_resumed: int
-    """Requests that went on at another replica, because theirs died after their first token."""
+    """Requests that another replica continued, because their replica died after their first token."""
     mean_ttft_s: float
     ttft_s: dict[str, float]
     """Seconds from arrival to first token: p50, p90, p99."""
@@ -104,10 +104,10 @@ class ServingReport:
     queue_ms: dict[str, float]
     """Milliseconds from arrival to first step, with the same percentiles."""
     hit_ratio: float
-    """With steps, the found share of the tokens that replicas looked up. At rates, the found share of all prompts'
-    blocks, blocks of refused prompts too. A prompt counts again when another replica takes it over."""
+    """With `StepCost`, the found share of the tokens that were looked up. With `PromptRates`, the found share of all
+    prompts' blocks, including refused prompts. A prompt counts again when another replica takes it over."""
     work_max_over_mean: float
-    """Computed tokens of the busiest replica, divided by the mean over all replicas, idle ones too; 0 without work."""
+    """Computed tokens of the busiest replica, divided by the mean over all replicas, also idle ones; 0 without work."""
     generated_tokens_per_s: float
     prompt_tokens_per_s: float
     seconds: float
@@ -124,7 +124,7 @@ class ServingReport:
 @dataclass(slots=True, eq=False)
 class _Job:
     request: Any
-    """A `Request` or a `_Prompt`, as its replica needs."""
+    """A `Request` or a `_Prompt`, as the job's kind of replica needs."""
     routing: RoutingRequest
     router: int
     arrived_s: float
@@ -133,7 +133,7 @@ class _Job:
 
 
 class _Member:
-    """One life of a replica in the fleet. It hears what the replica does, and passes that on as news."""
+    """One life of a replica in the fleet, from join to death. What the replica does is passed on to routers as news."""
 
     def __init__(self, simulation: ServingSimulation, name: str, place: int, life: int) -> None:
         self.name = name
@@ -141,7 +141,7 @@ class _Member:
         self.is_alive = True
         self.joined_s, self.left_s = simulation.now, float("inf")
         self.jobs: dict[str, _Job] = {}
-        """Its unfinished requests, by request id."""
+        """The replica's unfinished requests, by request id."""
         self._simulation, self._num_batches = simulation, 0
         self.replica = simulation.make_replica(place, self)
 
@@ -151,9 +151,9 @@ class _Member:
         self.replica.run_until(now)
 
     def busy_and_all_s(self, began_s: float, ended_s: float) -> tuple[float, float]:
-        """Its seconds of computing, and of its life between the first arrival and the last token.
+        """Seconds that the replica computed, and seconds that it lived between the first arrival and the last token.
 
-        Work that a death cut off counts until then, even if it came after the last token.
+        Work that a death cut off counts until the death, even after the last token.
         """
         clock_s = self.replica.clock_s
         ended_s = min(self.left_s, max(ended_s, clock_s))
@@ -208,7 +208,7 @@ class ServingSimulation:
     def serve_depth_first(self, requests: Sequence[RecordedRequest]) -> ServingReport:
         """Serve requests that all arrive at time 0, in depth-first order over their tree of prefixes."""
         in_order = ((0.0, requests[number]) for number in sorted_depth_first(requests))
-        max_queued = 2 * self.options.scheduler.max_num_seqs  # requests hold their tokens, so not all are made at once
+        max_queued = 2 * self.options.scheduler.max_num_seqs  # requests hold tokens, so only some are made at once
         return self._serve(in_order, max_queued)
 
     def _serve(
@@ -266,7 +266,7 @@ class ServingSimulation:
         )
 
     def tell(self, at_s: float, news: Callable[[], None]) -> None:
-        """Call `news` at a time. It may change only what routers know."""
+        """Call `news` at `at_s` seconds. It may change only what routers know."""
         self._add(self._news, at_s, news)
 
     def _add(self, events: list[_Event], at_s: float, call: Callable[[], None]) -> None:
@@ -289,7 +289,7 @@ class ServingSimulation:
     # ------------------------------------------------------------------ requests
 
     def _arrive(self, recorded: RecordedRequest, number: int, arrived_s: float) -> None:
-        replica = self._all_members[0].replica  # all have as many blocks
+        replica = self._all_members[0].replica  # all replicas have the same number of blocks
         request: Any = replica.make_request(recorded, number)
         if not replica.can_hold(request):
             self._num_refused += 1
@@ -303,7 +303,7 @@ class ServingSimulation:
         self._route(_Job(request, routing, number % len(self.cores), arrived_s))
 
     def _route(self, job: _Job) -> None:
-        """Choose a replica, now or when it is the router's turn."""
+        """Choose a replica, at once or at the router's next turn."""
         wait_s = self.cores[job.router].wait_s(job.routing, self.now)
         if wait_s:
             self._add(self._acts, self.now + wait_s, partial(self._choose, job))
@@ -321,7 +321,7 @@ class ServingSimulation:
         self._members[decision.replica].add(job, self.now)
 
     def note_first_token(self, job: _Job, started_s: float, cached_tokens: int) -> None:
-        """Note a request's first token. For an answer that goes on after a death, note its next token."""
+        """Record a request's first token, or the first token of a replica that continues an answer after a death."""
         assert job.reservation is not None
         if not job.has_answer:
             job.has_answer = True
@@ -385,7 +385,7 @@ class ServingSimulation:
             self._route(job)
 
     def _die(self, name: str) -> None:
-        """Remove a replica with its cache. Routers know at once, and send its requests to other replicas."""
+        """Remove a replica with its cache. Routers know at once, and send the replica's requests to other replicas."""
         member = self._members.pop(name, None)
         if member is None:
             raise ConfigError(f"replica {name!r} cannot die at {self.now} s; there is none of this name")
@@ -400,7 +400,7 @@ class ServingSimulation:
             self._route(job)
 
     def computed_tokens(self) -> dict[str, int]:
-        """The tokens that each replica has computed, in all its lives."""
+        """The number of tokens that each replica has computed, over all its lives."""
         computed: Counter[str] = Counter()
         for member in self._all_members:
             computed[member.name] += member.replica.computed_tokens

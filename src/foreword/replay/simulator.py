@@ -1,7 +1,7 @@
-"""Replays one recording for several policies and capacities at once, and for the best policy that is possible.
+"""Replays one recording for several policies and capacities at once, and for the best possible policy.
 
 One pass over the trace (`OnePass`) gives the hits of LRU at every capacity, the hits with unlimited memory, and the
-times between uses of a block. Requests are collected first: long arrays (ten thousand blocks) cost less per block.
+times between uses of a block. Requests are laid end to end first, because a long array costs less time per block.
 
 The best policy knows the future: Belady's rule on prefixes, after "A study of replacement algorithms for a
 virtual-storage computer" (1966). After each request, the cache keeps the blocks that are needed soonest, among the held
@@ -50,10 +50,10 @@ class Optimum:
         self._next_use = _next_uses(self._ids, np.repeat(np.arange(len(requests)), lengths), len(requests))
 
     def hits(self, capacity: int) -> Int64Array:
-        """For each request, the number of its leading blocks that the cache held when it came, [requests]."""
+        """For each request, the number of its leading blocks that the cache held when the request came, [requests]."""
         num_requests = len(self._starts) - 1
-        needed_at = [-1] * self._num_blocks  # the request that needs it next; -1: not held
-        latest: list[tuple[int, int, int]] = []  # heap of (-needed at, -depth, id); stale if it is needed earlier
+        needed_at = [-1] * self._num_blocks  # the request that needs the block next; -1: not held
+        latest: list[tuple[int, int, int]] = []  # heap of (-needed at, -depth, id); stale if `needed_at` differs
         num_held = 0
         hits = np.zeros(num_requests, np.int64)
         for request in range(num_requests):
@@ -101,7 +101,7 @@ class ReuseIntervals:
 
 
 class _Batch:
-    """Several requests laid end to end."""
+    """The blocks of several requests, laid end to end."""
 
     def __init__(self, requests: Sequence[RecordedRequest]) -> None:
         self.requests = requests
@@ -122,7 +122,7 @@ class _Batch:
 
 @dataclass(slots=True)
 class _LruAtCapacity:
-    """Counts LRU's hits: from the stack's distances until a request does not fit, then by a cache, which refuses it."""
+    """Counts LRU's hits by the stack's distances; from the first request that does not fit on, by a cache."""
 
     count: HitCount
     capacity: int
@@ -137,7 +137,7 @@ class _LruAtCapacity:
 
 
 class OnePass:
-    """LRU, unlimited memory and reuse intervals of the admitted requests; complete after `flush`.
+    """Counts the hits of LRU and of unlimited memory, and the reuse intervals; complete after `flush`.
 
     With a sampling rate below 1 only the curve is followed.
     """
@@ -152,7 +152,7 @@ class OnePass:
         self._num_waiting_blocks = self._num_requests = 0
 
     def follow(self, capacity: int) -> HitCount:
-        """Count the blocks that LRU finds with `capacity` blocks; call it before the first request."""
+        """Count the blocks that LRU finds with `capacity` blocks. Call this method before the first request."""
         followed = _LruAtCapacity(HitCount(), capacity)
         self._capacities.append(followed)
         return followed.count
@@ -196,7 +196,7 @@ class ReplayResult:
     block_tokens: int
     unlimited: HitCount
     hits: dict[str, dict[str, HitCount]]
-    """Hits by policy, then by capacity's name."""
+    """Hits by policy, then by the capacity's name."""
     capacities: list[Capacity]
     curve_capacities: list[int]
     """Capacities of the LRU curve, in blocks."""
@@ -229,7 +229,7 @@ class ReplayResult:
         }
 
     def memory_saved(self) -> dict[str, dict[str, float]]:
-        """The share of memory that a policy saves against an LRU cache with as many hits; below 0 if it needs more."""
+        """The share of memory that a policy saves against LRU with as many hits; below 0 if the policy needs more."""
         ratios, first = np.unique(self.curve_ratios, return_index=True)
         sizes = np.array(self.curve_capacities, np.float64)
 
@@ -246,11 +246,11 @@ class ReplayResult:
         }
 
     def hit_ratios(self) -> dict[str, dict[str, float]]:
-        """The share of the blocks found, by policy, then by capacity's name."""
+        """The share of the blocks found, by policy, then by the capacity's name."""
         return self.of_each(lambda count: round(self.block_ratio(count), 6))
 
     def of_each(self, figure: Callable[[HitCount], T]) -> dict[str, dict[str, T]]:
-        """A figure of each cache, by policy, then by capacity's name."""
+        """A figure of each cache, by policy, then by the capacity's name."""
         return {policy: {name: figure(count) for name, count in hits.items()} for policy, hits in self.hits.items()}
 
     def misses(self, count: HitCount) -> dict[str, int]:
@@ -263,7 +263,7 @@ class ReplayResult:
 
 
 class Simulation:
-    """Caches of every policy and capacity, which take one request after the other.
+    """Simulates a cache for each pair of a policy and a capacity. All caches take the same requests, one by one.
 
     Memory grows with the number of different blocks. `optimum` also keeps 16 bytes for every block of every
     prompt. With `sampling_rate` below 1 only the LRU curve is followed, on that share of the blocks.

@@ -1,4 +1,4 @@
-"""Simulates memory with a tier below it, both with LRU, on recorded requests, for each rule of admission.
+"""Replays recorded requests on a memory with a tier below it, both with LRU, for each rule of admission.
 
 A request finds its leading blocks, up to the first one that neither level has. It computes the rest. Computed blocks
 go to memory and, if the rule admits them, to the tier (`foreword.tiers.admission`, which the engine calls too).
@@ -38,7 +38,7 @@ class TierOption:
         return cls(name, size, None if rate is None else float(parse_with_unit(rate)))
 
     def capacity(self, block_tokens: int, kv_bytes_per_token: int | None) -> Capacity:
-        """Its size in blocks of the trace. Raises ConfigError."""
+        """The tier's size in blocks of the trace. Raises ConfigError."""
         return parse_capacity(self.size, block_tokens, kv_bytes_per_token)
 
 
@@ -83,7 +83,7 @@ class TwoLevels:
             memory.use(key)
             if key in tier:
                 tier.use(key)
-            elif number >= num_found:  # blocks found in memory alone were not admitted when they were computed
+            elif number >= num_found:  # only blocks that were computed are offered to the tier
                 self._store(number, key)
         memory.shrink()
         tier.shrink()

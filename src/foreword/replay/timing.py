@@ -37,7 +37,7 @@ ANSWER_TOKENS_PER_S = 50.0
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a step: arithmetic or memory traffic, whichever takes longer, and a constant."""
+    """Estimates the seconds of a step: arithmetic or memory traffic, whichever takes longer, plus a constant."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -59,7 +59,7 @@ class StepCost:
         overhead_s: float = 0.002,
         kv_cache_dtype: str = "auto",
     ) -> StepCost:
-        """Derive the cost from a model's configuration (dense layers, gated MLP), its form of KV and two speeds."""
+        """Derive the cost from a model's configuration (dense layers, gated MLP), the type of its KV and two speeds."""
         for name, value in (("flops_per_s", flops_per_s), ("bytes_per_s", bytes_per_s)):
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value} is no rate; use a number above 0")
@@ -84,7 +84,7 @@ class StepCost:
         return float(self._seconds(int(lengths.sum()), entries.ends.sum(), pairs.sum()))
 
     def seconds_of_decoding(self, num_computed: Int64Array, num_steps: int) -> Seconds:
-        """Seconds of consecutive steps, [num_steps]. Each step computes one token of each request."""
+        """The seconds of each of some consecutive steps, [num_steps]. Each step computes one token of each request."""
         num_seen = int(num_computed.sum()) + len(num_computed) * np.arange(1, num_steps + 1)
         return self._seconds(len(num_computed), num_seen, num_seen)
 
@@ -96,7 +96,7 @@ class StepCost:
 
 
 def _attention_of(config: dict[str, Any]) -> tuple[int, int]:
-    """In one layer: attention's weights, and its multiplications for a pair of a query and a position that it sees."""
+    """The numbers of attention's weights in a layer, and of its multiplications per pair of a query and a position."""
     width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     if config.get("kv_lora_rank") is None:
         head = int(config.get("head_dim") or width // heads)
@@ -107,7 +107,7 @@ def _attention_of(config: dict[str, Any]) -> tuple[int, int]:
     queries = heads * (plain + turned)
     queries = width * queries if rank is None else int(rank) * (width + queries)
     others = width * (latent + turned) + latent * heads * (plain + value) + heads * value * width
-    if not is_latent(config):  # the same weights, and keys and values of each head
+    if not is_latent(config):  # the same weights, but keys and values for each head
         return queries + others, heads * (plain + turned + value)
     return queries + others, heads * (2 * latent + turned)
 
@@ -168,7 +168,7 @@ class Replica:
         *,
         publishes: bool = False,
     ) -> None:
-        """`listener` None: events are not reported. `publishes`: report cache events too, which doubles the work."""
+        """`listener` None: nothing is reported. `publishes`: report cache events too, which doubles the work."""
         self._events = EventLog() if publishes else None
         needs_ledger = self._events is not None or config.scheduling_policy == "prefix"
         self.manager = KVCacheManager(
@@ -224,12 +224,12 @@ class Replica:
         return _request(sequence, request.max_tokens - num_answered)
 
     def can_hold(self, request: Request) -> bool:
-        """Whether the request would fit into the cache if it were empty."""
+        """Whether the request would fit into an empty cache."""
         length = request.num_prompt_tokens + request.max_tokens
         return self.manager.can_ever_hold(length, self.scheduler.config.max_num_batched_tokens)
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request. An idle replica's clock moves on to its arrival."""
+        """Queue a request. An idle replica's clock moves on to `now`."""
         if not len(self.scheduler):
             self.runner.now = max(self.runner.now, now)
         self.scheduler.add(request)
@@ -273,7 +273,7 @@ class Replica:
         for number in entries.progress["is_new"].nonzero()[0].tolist():
             request, has_token = entries.requests[number], bool(entries.samples[number])
             if request.num_output_tokens > has_token:
-                continue  # it was preempted
+                continue  # it had tokens before, and was preempted
             started_s = self._started.setdefault(request.request_id, began_s)
             if has_token:
                 del self._started[request.request_id]
@@ -316,26 +316,26 @@ class _Prompt:
     sequence: TokenSequence
     recorded: RecordedRequest
     first_token_s: float | None = None
-    """When its first token comes, in seconds; None before the prompt begins."""
+    """The time of its first token, in seconds; None before the prompt is started."""
 
 
 class PromptReplica:
     """Computes one prompt after the other at a rate, and looks for a hit when a prompt begins.
 
-    Its methods do what those of `Replica` do.
+    Its methods do the same as the methods of `Replica`.
     """
 
     def __init__(
         self, num_blocks: int, eviction_policy: str, rates: PromptRates, place: int, listener: Listener
     ) -> None:
-        """`place` chooses the replica's rate."""
+        """`place` is the replica's number, which chooses its rate."""
         self._events = EventLog()
         self._cache = ManagerCache(num_blocks, eviction_policy, CacheLedger(num_blocks, events=self._events))
         self._rate = rates.tokens_per_s[place % len(rates.tokens_per_s)]
         self._listener = listener
         self._waiting: deque[_Prompt] = deque()
         self.clock_s = 0.0
-        """The time at which the newest begun prompt ends, in seconds."""
+        """The time at which the last started prompt ends, in seconds."""
         self.spec = ReplicaSpec(num_blocks, self._rate, is_prefix_closed=True)
         self.busy_s = 0.0
         self.num_hits = 0

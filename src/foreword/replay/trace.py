@@ -1,4 +1,4 @@
-"""Reads recorded traffic in any known format, and writes it without its text.
+"""Reads recorded traffic in any known format. Writes recordings that contain no text.
 
 A file has one JSON value on each line, gzipped or plain; `lines` knows the contents of a line. However large the file
 is, only a few hundred lines and the turns of AIPerf's sessions are in memory.
@@ -95,12 +95,12 @@ class RecordedRequest(NamedTuple):
     """Prompt tokens per block."""
 
     def tokens_of(self, num_blocks: int) -> int:
-        """Prompt tokens in the first `num_blocks` blocks."""
+        """The number of prompt tokens in the first `num_blocks` blocks."""
         return min(num_blocks * self.block_tokens, self.num_prompt_tokens)
 
 
 def arrivals(recording: Iterable[RecordedRequest]) -> Iterator[tuple[float, RecordedRequest]]:
-    """Yield each request with its time of arrival in seconds. A request out of order arrives with the one before it.
+    """Yield each request with its time of arrival in seconds. If times go back, a request arrives with the one before.
 
     Raises ConfigError for a recording without times.
     """
@@ -118,11 +118,11 @@ def arrivals(recording: Iterable[RecordedRequest]) -> Iterator[tuple[float, Reco
 
 
 class TraceReader:
-    """The requests of a file, in its order; may be iterated several times.
+    """The requests of a file, in the file's order. The reader can be iterated several times.
 
     A line that is not a request is skipped, counted and reported with its number; if `strict`, it raises TraceError.
-    A file that cannot be read, or holds no request at all, raises TraceError too. `block_tokens` None: the format's
-    size (512 for Mooncake's, 16 for tokens).
+    A file that cannot be read, or holds no request at all, raises TraceError too. `block_tokens`: None stands for the
+    format's size (512 for Mooncake's, 16 for tokens).
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class TraceReader:
         self.file = file
         self.strict = strict
         self.on_progress: Callable[[int], None] | None = None
-        """Called with the number of bytes read since its last call."""
+        """Called with the number of bytes read since the last call."""
         self._parser = LineParser(block_tokens, tokenizer)
         self._max_requests = max_requests
         self.num_requests = 0
-        """Requests of the last iteration. The next two fields describe that iteration too."""
+        """The number of requests in the last iteration. The next two fields describe that iteration too."""
         self.num_malformed = 0
         self.malformed: list[str] = []
         """The first `MAX_REPORTED_LINES` malformed lines, each with its number and error."""
@@ -261,7 +261,7 @@ def _keys_of(lines: list[ParsedLine]) -> list[PrefixKeys]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
-    """Open a file. Yields the raw file, which knows the position, and the unpacked lines."""
+    """Open a file. Yields the raw file, which knows the position in bytes, and the unpacked lines."""
     with file.open("rb") as raw:
         begin = raw.read(4)
         if begin == ZSTD or ".lcp" in file.suffixes:
@@ -285,7 +285,7 @@ class TraceWriter:
     """
 
     def __init__(self, file: Path, *, block_tokens: int = TOKEN_BLOCK_TOKENS, secret: bytes | None = None) -> None:
-        """Start `file` from empty, gzipped if its name ends in .gz; `secret` joins several files (16 to 64 bytes)."""
+        """Start an empty `file`, gzipped if it ends in .gz. Files with one `secret` (16 to 64 bytes) share ids."""
         if block_tokens < 1:
             raise ConfigError(f"block_tokens={block_tokens} is too small; use at least 1")
         if secret is not None and not 16 <= len(secret) <= 64:
@@ -311,12 +311,12 @@ class TraceWriter:
     ) -> None:
         """Append one request. Prompts share ids only within a `namespace` (adapter and salt, say).
 
-        `jumps`: index and position of each token after a gap. From there on, only prompts with equal gaps share ids.
-        `spans`: index and digest of each picture, since its tokens do not tell what it shows.
-        `linked`: facts about a prompt with links, which no prefix finds. The line shows them to people.
+        `jumps`: index and position of each token after a gap. After a gap, only prompts with equal gaps share ids.
+        `spans`: index and digest of each picture, since a picture's tokens do not say what it shows.
+        `linked`: facts about a prompt with links, which no prefix finds. They are written for people to read.
 
         Times should be relative to the recording's start, since an absolute time is a fact about a user too.
-        If it raises TraceError, the file is as it was before, and the call may be repeated.
+        If this raises TraceError, the file is as it was before, and the call may be repeated.
         """
         tokens = np.ascontiguousarray(prompt_token_ids, np.int32)
         size = self.block_tokens
