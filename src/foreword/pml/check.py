@@ -1,4 +1,4 @@
-"""Check: a report about a schema's layout for its author."""
+"""Check: reports on a schema's layout to the schema's author."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from foreword.pml.layout import Box, Choice, Layout, Run, Slot
 from foreword.pml.schema import Union, without_turns
 
 SEAM_CHARACTERS = 48
-"""Characters on each side of a seam to tokenize, to find out whether tokens would join."""
+"""The number of characters on each side of a seam that are tokenized, to find out whether tokens would join."""
 MOST_NEIGHBOURS = 4096
-"""Most pairs of neighbouring texts to try: two consecutive unions of 2,000 members have 4 million pairs."""
+"""The most pairs of neighbouring texts to try. Two consecutive unions of 2,000 members have 4 million pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A module in its layout."""
+    """A module's line in the report."""
 
     path: str
     """The module's path; "" for the schema's own text."""
     num_tokens: int
-    """Tokens of its own text, placeholders of parameters included, without nested modules."""
+    """The number of tokens of the module's own text, including placeholders, without nested modules."""
     begin: int
     end: int
-    """The position of its first item, and the position after its last item."""
+    """`begin` is the position of the module's first item, `end` the position after its last item."""
     room: int | None
-    """The number of tokens of a prompt's text that fit right after it if no module follows; None: any number."""
+    """The number of tokens of a prompt's text that fit right after the module if none follows; None: any number."""
     parameters: tuple[tuple[str, int], ...]
-    """Names of its parameters, with their lengths in tokens."""
+    """Names of the module's parameters, with their lengths in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Seam:
     """Two neighbouring texts that are tokenized separately, and would have other tokens as one text."""
 
     before: str
-    """Path of the module whose text ends there. `after`: path of the module whose text begins there."""
+    """Path of the module whose text ends at the seam. `after` is the path of the module whose text begins there."""
     after: str
     text_before: str
     text_after: str
@@ -51,10 +51,10 @@ class SchemaReport:
     name: str
     num_positions: int
     num_source_tokens: int
-    """Tokens to compute once, so that every prompt of the schema finds its modules."""
+    """The number of tokens to compute once, so that every prompt of the schema finds its modules in the cache."""
     rows: tuple[Row, ...]
     shared: tuple[tuple[str, ...], ...]
-    """Paths of modules whose texts are equal: they are computed once."""
+    """Groups of modules, by path, whose texts are equal. Each group's text is computed once."""
     seams: tuple[Seam, ...]
     is_every_seam_known: bool
     """False: only the first MOST_NEIGHBOURS pairs of neighbouring texts were tried."""
@@ -85,7 +85,7 @@ def report_on(layout: Layout) -> SchemaReport:
 def _rows(box: Box, later: tuple[int, ...]) -> Iterator[Row]:
     """Yield the rows of a module and its nested modules.
 
-    `later`: positions at which the texts around this module go on after it, innermost first.
+    `later`: the position at which each text around this module continues after it, innermost first.
     """
     room = min((begin - box.end for begin in later if begin >= box.end), default=None)
     parameters = tuple((name, slot.parameter.length) for name, slot in box.slots.items())
@@ -115,8 +115,9 @@ def _seams(layout: Layout, pairs: Sequence[tuple[_End, _End]]) -> Iterator[Seam]
 def _neighbours(box: Box, ends: tuple[_End, ...]) -> Generator[tuple[_End, _End], None, tuple[_End, ...]]:
     """Yield pairs of texts that touch each other if all modules are imported.
 
-    `ends`: the ends of texts before the box. Returns the ends of texts after it. Union members without text leave the
-    same ends, which are counted once: otherwise their number would double with each union.
+    `ends`: the ends of the texts that may stand right before the box. Returns the ends that may stand right before the
+    next item. Union members without text return the same ends, which are counted once: otherwise the number of ends
+    would double with each union.
     """
     for item in box.items:
         if isinstance(item, Run):

@@ -25,7 +25,7 @@ from foreword.pml.schema import Role, Text
 
 MAX_REFERENCES = 4096
 MAX_COMPARED_CHARACTERS, MAX_COMPARED_NAMES = 64, 256
-"""To suggest a name in place of an unknown one: the longest name to compare, and the most names to compare."""
+"""Limits of suggesting a name for an unknown one: the longest name to compare, and the most names to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class _Imports:
 
 
 def references(prompt: ModulePrompt) -> list[Reference]:
-    """The modules that a prompt names, in its order, without their nested modules."""
+    """The modules that a prompt names, in the prompt's order, without their nested modules."""
     named: list[Reference] = []
     for child in prompt.children:
         inner = child.children if isinstance(child, Message) else (child,)
@@ -146,10 +146,10 @@ def references(prompt: ModulePrompt) -> list[Reference]:
 
 def _near(path: str, paths: Sequence[str]) -> str:
     names = [name for name in paths if name]
-    # Comparing takes time with the product of the lengths, so a client must not choose long names.
+    # Comparing two names takes time proportional to the product of their lengths, so long names are not compared.
     short = [name for name in names if len(name) <= MAX_COMPARED_CHARACTERS][:MAX_COMPARED_NAMES]
     near = difflib.get_close_matches(path, short, n=1) if len(path) <= MAX_COMPARED_CHARACTERS else []
-    # A nested module that is named as if it stood at the top is the likeliest mistake.
+    # The likeliest mistake is the name of a nested module without the path before it.
     near = [name for name in names if name.endswith(f"/{path}")][:1] or near
     if near:
         return f"; there is {near[0]!r}"
@@ -177,7 +177,7 @@ class _Items:
         source = self._layout.source(box.path, self._imports)
         begin = len(source.token_ids) - len(box.own_ids)
         after: str | None = None
-        """Up to where text stands after an argument: the next tag ("run"), the module's end ("module"), or None."""
+        """How far text counts as after an argument: to the next tag ("run"), the module's end ("module"), or None."""
         for item in box.items:
             if isinstance(item, Run):
                 size = len(item.token_ids)
@@ -277,7 +277,7 @@ class _Texts:
                     )
 
     def _first_number(self, modules: Sequence[Reference]) -> int:
-        """The number of the part before which the prompt's first text stands: after the schema's own text there."""
+        """The index of the part before which the prompt's first text stands: after the schema's own text there."""
         if not modules:
             return len(self._parts)
         return bisect_left(self._positions, self._layout.boxes[modules[0].path].position)
@@ -326,7 +326,7 @@ class _Texts:
         return role
 
     def _open_answer(self, prompt: ModulePrompt) -> None:
-        """Open the assistant's answer if the prompt is a conversation and does not end with text of its own."""
+        """Open the assistant's answer if the last message is another role's, and no text stands after all messages."""
         self._number = len(self._parts)
         role = self._role_so_far()
         if role is None or role == "assistant" or (prompt.children and isinstance(prompt.children[-1], Text)):

@@ -1,15 +1,15 @@
 """Composition: the tokens of one prompt, their rotary positions, and the sources that they may be linked from.
 
-An engine needs only this module of the room: it has token ids, positions and names.
+An engine needs no other module of this package: token ids, positions and names are all it gets.
 
     source of module b, computed alone     b0 b1 b2 b3            positions 0..3
                                               |  |  |             a span: tokens 1..3 of the source
     prompt                          a0 a1 a2  b1 b2 b3  x0 x1     index     0 1 2   3  4  5    6  7
                                                                   position  0 1 2  11 12 13   14 15
 
-The index of a token is its place among the prompt's tokens; it decides causal order, slots and blocks. The rotary
-position decides the angle by which its keys are turned. Positions ascend with the index, but they may leave gaps: a
-schema reserves positions for modules that a prompt leaves out.
+The index of a token is its place among the prompt's tokens. The index decides causal order, slots and blocks. The
+rotary position decides the angle by which the token's keys are rotated. Positions ascend with the index. They may leave
+gaps: a schema reserves positions for modules that a prompt leaves out.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Part:
     """Rotary position of the first token."""
     kind: PartKind
     name: str = ""
-    """Path of its module; "module:parameter" for an argument; "" for text of the schema or the prompt."""
+    """Path of the part's module; "module:parameter" for an argument; "" for text of the schema or the prompt."""
     span: Span | None = None
-    """The tokens of a source from which the part can be linked; None: it has to be computed in the prompt."""
+    """The tokens of a source from which the part can be linked; None: the prompt has to compute the part."""
     num_after_argument: int = 0
-    """The number of first tokens of a span that stand after an argument. Their KV in the source has seen placeholders
-    instead of the argument. Every method recomputes these tokens, unless it is told not to."""
+    """The number of the span's first tokens that stand after an argument. In the source, their KV was computed after
+    placeholders instead of the argument. By default, every method recomputes these tokens."""
     first_k: int | None = None
     """The number of first tokens of the module to recompute, in place of the method's k; None: the method's k."""
 
@@ -93,13 +93,13 @@ class Part:
 
     @property
     def end(self) -> int:
-        """The rotary position after its last token."""
+        """The rotary position after the part's last token."""
         return self.position + len(self.token_ids)
 
 
 @dataclass(frozen=True)
 class Composition:
-    """One prompt: parts in ascending order of their positions, which do not overlap."""
+    """One prompt: parts in ascending order of position, whose positions do not overlap."""
 
     parts: tuple[Part, ...]
 
@@ -108,7 +108,7 @@ class Composition:
 
     @functools.cached_property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """Ids of all tokens, by index; read-only. The plain prompt has the same ids, without gaps."""
+        """Ids of all tokens, by index; read-only. The plain prompt has the same ids, at positions without gaps."""
         token_ids = np.array([token_id for part in self.parts for token_id in part.token_ids], dtype=np.int32)
         token_ids.flags.writeable = False
         return token_ids
@@ -148,15 +148,15 @@ class Composition:
 
     @functools.cached_property
     def sources(self) -> tuple[Source, ...]:
-        """The sources of its spans, each once, in the order of their first use."""
+        """The sources of all spans, each once, in the order of their first use."""
         return tuple(dict.fromkeys(part.span.source for part in self.parts if part.span is not None))
 
     @functools.cached_property
     def num_exact_tokens(self) -> int:
         """The number of first tokens whose linked KV equals the KV of the plain prompt, bit for bit.
 
-        Up to there positions are indices, and each source begins with the same tokens as the prompt. So no KV has to be
-        moved, and nothing is approximate: these are ordinary blocks with ordinary keys.
+        In these tokens, positions are indices, and each source begins with the same tokens as the prompt. So no KV has
+        to be moved, and nothing is approximate: these are ordinary blocks with ordinary keys.
         """
         begins = self.begins
         for part, index in zip(self.parts, begins, strict=False):
@@ -171,7 +171,7 @@ class Composition:
 
 
 def concatenated(pieces: Sequence[Source | TokenIds]) -> Composition:
-    """Make a prompt of pieces without gaps between them. Sources are linked as a whole, tokens are computed.
+    """Make a prompt of pieces without gaps between them. Each source is linked as a whole. Token ids are computed.
 
     For prompts without a schema, such as documents and a question. Pieces without tokens are left out.
     """

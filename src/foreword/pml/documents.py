@@ -4,9 +4,9 @@ The prompt is
 
     opening   instructions   document 1   document 2   ...   question
 
-Each document's source is the opening, the instructions and that document. So the beginning of every prompt stands once
-before each document. Models rest a share of their attention on the first tokens of all, and these are not a document's
-tokens. Also, the first document is exact.
+Each document's source is the opening, the instructions and that document. So each document is computed after the
+beginning that all prompts share. Models pay much attention to the first tokens of a prompt, and these are never a
+document's tokens. Also, the first document's KV is exact.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class DocumentTokens:
 
     @property
     def token_ids(self) -> list[int]:
-        """The plain prompt."""
+        """The token ids of the plain prompt."""
         return [token_id for piece in (self.head, *self.documents, self.question) for token_id in piece]
 
     @property
     def num_source_tokens(self) -> int:
-        """The number of tokens of all sources; the head counts once for each."""
+        """The number of tokens of all sources. Each source has the head, so the head counts once for each document."""
         return sum(len(self.head) + len(document) for document in self.documents)
 
     def composition(self) -> Composition:
@@ -56,8 +56,8 @@ class DocumentTokens:
 def read_documents(prompt: Mapping[str, Any], text: SchemaText | None) -> DocumentTokens:
     """Read `{"documents": [...], "question": ...}`, optionally with "instructions" and "separator", as tokens.
 
-    Each piece is a text, or a list of token ids, to which no separator is added. `text`: None without a tokenizer; then
-    all pieces must be token ids. Raises InvalidRequestError for other values.
+    Each piece is a text, or a list of token ids, to which no separator is added. `text` is None without a tokenizer;
+    all pieces must then be token ids. Raises InvalidRequestError for other values.
     """
     encode = _no_tokenizer if text is None else text.encode
     documents, separator = prompt["documents"], prompt.get("separator", SEPARATOR)

@@ -5,7 +5,8 @@
     edited prompt      system   user 1   tool result, cut          answer 1   user 2   answer 2   user 3
                        -- exact prefix --   computed               ---------- linked ----------   computed
 
-Text after the edit can be linked from the earlier prompt. Its KV is approximate: it has seen the text that was cut.
+Text after the edit can be linked from the earlier prompt. Its KV is approximate, because it was computed after the text
+that was cut.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import numpy.typing as npt
 from foreword.pml.composition import Composition, Part, Source, Span
 
 LEAST_RUN = 32
-"""The least number of consecutive equal tokens in both prompts to link."""
+"""Fewer consecutive tokens than this, equal in both prompts, are not linked."""
 WINDOW = LEAST_RUN // 2
 TokenArray = npt.NDArray[np.int32]
 
 
 def compose_edit(token_ids: Sequence[int] | TokenArray, before: Sequence[int] | TokenArray) -> Composition:
-    """Make the edited prompt `token_ids`, with parts that can be linked from `before`, in the order of both.
+    """Compose the edited prompt `token_ids`. Parts that `before` has in the same order can be linked from there.
 
     Takes time and memory proportional to the tokens. Runs of fewer than LEAST_RUN tokens are computed.
     """
@@ -57,9 +58,9 @@ Run = tuple[int, int, int]
 
 
 def _runs(new: TokenArray, old: TokenArray, start: int) -> list[Run]:
-    """Find runs that both prompts have after `start`, in the order of both.
+    """Find runs of equal tokens after `start`, which stand in the same order in both prompts.
 
-    Windows of `old` at every WINDOW-th place are looked for at each place of `new`.
+    Every WINDOW-th window of `old` is looked for at each index of `new`.
     """
     places: defaultdict[bytes, list[int]] = defaultdict(list)
     for place in range(start, len(old) - WINDOW + 1, WINDOW):
@@ -81,9 +82,9 @@ def _runs(new: TokenArray, old: TokenArray, start: int) -> list[Run]:
 def _longest(
     new: TokenArray, old: TokenArray, places: Mapping[bytes, list[int]], at: int, least: tuple[int, int]
 ) -> Run:
-    """The longest run with a window that begins in `new` within WINDOW tokens from `at`; it begins after `least`.
+    """The longest run around a window that begins in `new` within WINDOW tokens from `at`, but not before `least`.
 
-    A text that repeats matches windows of several repetitions. One of these gives the whole run.
+    A text that repeats itself matches windows of several repetitions. The first match gives the whole run.
     """
     best = (at, 0, 0)
     for number in range(at, min(at + WINDOW, len(new) - WINDOW + 1)):

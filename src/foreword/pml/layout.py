@@ -1,7 +1,7 @@
 """Layout: the tokens and rotary positions of a schema's texts, parameters and modules.
 
-One counter runs through the document. The members of a union begin at the same position, and the item after the union
-begins where its longest member ends:
+One counter of positions runs through the document. The members of a union begin at the same position, and the item
+after the union begins where its longest member ends:
 
     text   module a      union { b | c }         text
     0..4   4 ......10    10 ........ 18          18..20
@@ -21,11 +21,11 @@ from foreword.pml.markup import Place
 from foreword.pml.schema import Child, Module, Parameter, Role, Schema, Text, Turn, Union, join
 
 MAX_SCHEMA_TOKENS = 1 << 22
-"""Most tokens of all modules and parameters of a schema together, and of the sources of one prompt."""
+"""The most tokens of all modules and parameters of a schema together, and of the sources of one prompt."""
 
 
 BOX_BYTES, ITEM_BYTES = 900, 350
-"""Measured bytes of a module, and of a text, parameter or union in it, without names, texts and ids."""
+"""Measured bytes of a module, and of an item in it (text, parameter, union), without names, texts and ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class SchemaText:
     placeholder_id: int
     """The token that fills parameters while their module is computed."""
     around: Callable[[Role | None, Role], tuple[str, str]]
-    """Returns the texts before and after a message, given the role of the message before it and its own role. None: it
-    is the first message; the opening is left out. Raises ChatTemplateError."""
+    """Returns the texts before and after a message, given the roles of the previous message and of this message. The
+    first role is None for the first message; its text lacks the opening. Raises ChatTemplateError."""
     answer: Callable[[Role], str]
     """Returns the text that opens the assistant's answer after a message of this role. Raises ChatTemplateError."""
     max_token_characters: int | None = None
@@ -53,7 +53,7 @@ class Bounds:
     """Limits of a schema."""
 
     max_module_tokens: int | None = None
-    """Most tokens of a module with its scaffold, which must fit into one request; None: any number."""
+    """The most tokens of a module with its scaffold, which must fit into one request together; None: any number."""
     max_tokens: int = MAX_SCHEMA_TOKENS
     go_on: Callable[[], object] = lambda: None
     """Called before each text is tokenized. It may raise an error to end the work."""
@@ -67,7 +67,7 @@ class Run:
     token_ids: TokenIds
     position: int
     offset: int
-    """The number of tokens of its module's own text before it."""
+    """The number of tokens of the module's own text before this run."""
 
     @property
     def end(self) -> int:
@@ -82,7 +82,7 @@ class Slot:
     placeholder_ids: TokenIds
     position: int
     offset: int
-    """The number of tokens of its module's own text before it."""
+    """The number of tokens of the module's own text before this parameter."""
 
     @property
     def end(self) -> int:
@@ -91,18 +91,18 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A module in its place. The box at path "" has the schema's own text."""
+    """A module with its positions. The box at path "" has the schema's own text."""
 
     path: str
     module: Module
     items: tuple[Item, ...]
     position: int
     end: int
-    """The position after its last item, whether a prompt imports that or not."""
+    """The position after the last item, whether a prompt imports that item or not."""
     own_ids: TokenIds
-    """Tokens of its own text, with placeholders and without nested modules."""
+    """Tokens of the module's own text, with placeholders and without nested modules."""
     spoken: tuple[tuple[int, Role], ...]
-    """Positions of its own texts in which messages begin, each with the role of the last message that begins there."""
+    """Positions of the module's own texts in which messages begin, each with the role of the text's last message."""
 
     @property
     def slots(self) -> dict[str, Slot]:
@@ -110,7 +110,7 @@ class Box:
 
     @property
     def boxes(self) -> dict[str, Box]:
-        """The modules directly in it, by name."""
+        """The modules directly in this one, by name."""
         boxes: dict[str, Box] = {}
         for item in self.items:
             for box in item.members if isinstance(item, Choice) else (item,) if isinstance(item, Box) else ():
@@ -120,7 +120,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A union in its place."""
+    """A union with its positions."""
 
     members: tuple[Box, ...]
     position: int
@@ -143,7 +143,7 @@ class Layout:
             self._check_lengths(bounds.max_module_tokens)
 
     def _check_lengths(self, limit: int) -> None:
-        """Raise SchemaError unless every source with its scaffold fits into one request."""
+        """Raise SchemaError if a source with its scaffold does not fit into one request."""
         for path, box in self.boxes.items():
             scaffold = sum(len(self.boxes[name].own_ids) for name in box.module.scaffold)
             num_tokens = len(box.own_ids) + (scaffold + len(self.text.opening) if path else 0)
@@ -157,7 +157,7 @@ class Layout:
 
     @property
     def num_positions(self) -> int:
-        """The positions that the schema reserves, from 0."""
+        """The number of positions that the schema reserves."""
         return self.root.end
 
     def union_of(self, path: str) -> Choice | None:
@@ -166,7 +166,8 @@ class Layout:
     def source(self, path: str, imported: Mapping[str, object]) -> Source:
         """The source from which a module's text is linked, in a prompt that imports these paths.
 
-        It has the module's scaffold only if the whole scaffold is imported: a module that is left out has no influence.
+        The source has the module's scaffold only if the whole scaffold is imported, so that a module that is left out
+        has no influence.
         """
         own_ids = self.boxes[path].own_ids
         if not path:
@@ -208,7 +209,7 @@ class Layout:
 
     @functools.cached_property
     def num_source_tokens(self) -> int:
-        """The number of tokens of all sources. It is counted without making them, because each repeats its scaffold."""
+        """The number of tokens of all sources. No source is made for the count, because each repeats its scaffold."""
         number_of: dict[TokenIds, int] = {}
         number = {path: number_of.setdefault(box.own_ids, len(number_of)) for path, box in self.boxes.items()}
         counts: dict[tuple[bool, tuple[int, ...]], int] = {}
@@ -222,14 +223,14 @@ class Layout:
 
 
 class _Builder:
-    """Places items one after another, and remembers who spoke last."""
+    """Gives items consecutive positions, and remembers the role of the last message."""
 
     def __init__(self, text: SchemaText, bounds: Bounds) -> None:
         self._text, self._bounds, self._limit = text, bounds, bounds.max_module_tokens
         self._num_tokens = 0
         self._role: Role | None = None
         self._began: Role | None = None
-        """Role of the last message that has begun but whose text has no place yet; else None."""
+        """Role of the last message that has begun but whose text has no position yet; else None."""
 
     def box(self, path: str, module: Module, position: int, role: Role | None) -> Box:
         self._role = role
@@ -269,7 +270,7 @@ class _Builder:
         return Box(path, module, tuple(items), begin, position, tuple(own_ids), tuple(spoken))
 
     def _check_characters(self, text: str, path: str, module: Module) -> None:
-        """Refuse a text that cannot fit before it is tokenized."""
+        """Before a text is tokenized, refuse it if it cannot fit."""
         per_token = self._text.max_token_characters
         if self._limit is not None and per_token is not None and len(text) > self._limit * per_token:
             raise module.place.error(
@@ -279,7 +280,7 @@ class _Builder:
             )
 
     def _check_parameter(self, parameter: Parameter) -> None:
-        """Refuse a parameter that cannot fit before its placeholders are made."""
+        """Before a parameter's placeholders are made, refuse the parameter if it cannot fit."""
         if self._limit is not None and parameter.length > self._limit:
             raise parameter.place.error(
                 SchemaError,
@@ -310,7 +311,8 @@ class _Builder:
     def _flat(self, children: tuple[Child, ...]) -> Iterator[str | Parameter | Module | Union]:
         """Yield the children, with messages written out and texts that touch each other joined.
 
-        It must be a generator: the text of a message depends on the role of the items that were placed before it.
+        This must be a generator: the text of a message depends on the role of the last message that was placed before
+        it.
         """
         text = ""
         for piece in self._pieces(children):
@@ -330,7 +332,7 @@ class _Builder:
                 yield child.text
             elif not isinstance(child, Turn):
                 yield child
-            elif child.children:  # an empty message is left out, as <system/> says
+            elif child.children:  # an empty message, such as <system/>, is left out
                 try:
                     before, after = self._text.around(self._role, child.role)
                 except ChatTemplateError as error:

@@ -25,7 +25,7 @@ TEXT_NAME = "<schema>"
 """The name, in errors, of a schema without a file."""
 
 NAMED = 10
-"""The most texts to name in a warning."""
+"""The most texts that a warning names."""
 Keep = Callable[[TokenIds, float, str | None], int]
 """Computes tokens as an ordinary request and keeps them for a number of seconds, under a salt. Returns the number of
 kept tokens."""
@@ -36,7 +36,7 @@ class SchemaPrompt:
     """A prompt of a schema's modules, ready for `LLM.generate`."""
 
     composition: Composition
-    """Its tokens with their positions, and the sources from which they can be linked."""
+    """The prompt's tokens with their positions, and the sources from which they can be linked."""
     schema_name: str
     modules: tuple[str, ...]
     """Paths of the imported modules that have text, in order."""
@@ -53,7 +53,7 @@ class LoadedSchema:
     def __init__(self, layout: Layout, keep: Keep | None = None, block_size: int = 1) -> None:
         self.layout = layout
         self.num_tokens = sum(len(box.own_ids) for box in layout.boxes.values())
-        """The number of tokens of its modules, placeholders of parameters included."""
+        """The number of tokens of the schema's modules, including placeholders of parameters."""
         self._keep, self._block_size = keep, block_size
 
     @property
@@ -62,7 +62,7 @@ class LoadedSchema:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The token sequences with which its modules are computed. Ordinary prompts find them in the cache too."""
+        """The token sequences that are computed for the modules. Ordinary prompts find them in the cache too."""
         return self.layout.sources()
 
     def prompt(
@@ -102,7 +102,7 @@ class LoadedSchema:
     def compile(self, pin_ttl_s: float = 300.0, *, cache_salt: str | None = None) -> int:
         """Compute all sources now and keep them for `pin_ttl_s` seconds; returns the number of tokens kept.
 
-        Each source is an ordinary request with ordinary keys, so this changes no answer. Without it, sources are
+        Each source is an ordinary request with ordinary keys, so this changes no answer. Without this call, sources are
         computed when the first prompt needs them. Only whole blocks are kept and linked: a warning names the sources
         without a whole block. Raises the errors of `LLM.pin_prefix`.
         """
@@ -148,7 +148,7 @@ class Library:
 
 
 def load_schema(source: str | Path, include: str | Path | None = None) -> Schema:
-    """Read the schema of a file, or of a text that begins with `<`, without a tokenizer. Raises as `Library.load`."""
+    """Read the schema of a file, or of a text that begins with `<`, without a tokenizer. Errors: see `Library.load`."""
     if not isinstance(source, str | Path):
         raise PMLError(f"{source!r:.60} is neither a path nor a text of PML")
     content: str | bytes
@@ -192,7 +192,7 @@ class _Included:
 
 
 def _read(path: Path, most_bytes: int, place: Place, name: str = "") -> bytes:
-    """Read the bytes of a regular file; `name`: its name in a schema, for errors. Raises PMLError."""
+    """Read the bytes of a regular file. `name` is the file's name in a schema, for errors. Raises PMLError."""
     subject = f"src={name!r}" if name else f"the file {str(path)!r}"
     try:
         # A pipe or a device could block forever.

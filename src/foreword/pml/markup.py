@@ -1,4 +1,4 @@
-"""Markup: XML as elements and texts, each with its place in the file.
+"""Markup: parses XML into elements and texts, each with its place in the file.
 
 Declarations are refused, so a text can neither define entities nor name other files. Comments and processing
 instructions are dropped.
@@ -13,14 +13,14 @@ from xml.parsers import expat
 from foreword.errors import PMLError, PMLSyntaxError
 
 MAX_BYTES = 4 << 20
-"""Most bytes of a file, with the files that it includes."""
+"""The most bytes of a file, together with the files that it includes."""
 MAX_DEPTH = 32
 MAX_ELEMENTS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in a text. Line and column count from 1; line 0: not in a text."""
+    """A place in a text. Line and column count from 1; line 0 stands for no text."""
 
     file: str = ""
     line: int = 0
@@ -64,7 +64,7 @@ class Element:
 
 
 def parse(text: str | bytes, file: str) -> Element:
-    """Parse an XML text in UTF-8 and return its root element. `file`: its name in errors. Raises PMLSyntaxError."""
+    """Parse an XML text in UTF-8, and return its root element. Errors name the text `file`. Raises PMLSyntaxError."""
     content = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(content) > MAX_BYTES:
         raise PMLSyntaxError(f"the text has {len(content):,} bytes, and may have {MAX_BYTES:,}; split it", file)
@@ -108,7 +108,7 @@ class _Reader:
                 error.lineno,
                 error.offset + 1,
             ) from error
-        assert self._root is not None  # else expat finds no element
+        assert self._root is not None  # without an element, expat raises an error
         return self._root
 
     @property

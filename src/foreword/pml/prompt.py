@@ -41,7 +41,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message of the conversation, around texts and references."""
+    """A message of the conversation, with the texts and references in it."""
 
     role: Role
     children: tuple[Text | Reference, ...]
@@ -57,7 +57,7 @@ class ModulePrompt:
 
     children: tuple[PromptChild, ...]
     schema_name: str | None = None
-    """The name of its schema; None: any schema."""
+    """The name of the prompt's schema; None: any schema."""
     placing: Mapping[str, str] = field(default_factory=dict)
     """The prompt's own fields of `Placing`."""
     place: Place = field(default=NOWHERE, compare=False)

@@ -1,7 +1,7 @@
-"""Schema: modules, unions, parameters and turns, as a file of prompt modules declares them; reads it from XML.
+"""Schema: reads the modules, unions, parameters and turns that a file of prompt modules declares in XML.
 
-The language is that of Prompt Cache (Gim et al., MLSys 2024) as real XML: every well-formed schema of its repository
-reads unchanged.
+The language is that of Prompt Cache (Gim et al., MLSys 2024) as real XML. Every well-formed schema in Prompt Cache's
+repository can be read unchanged.
 
     <schema name>                                         its own text is part of every prompt
       <module name src cache scaffold recompute>          text; modules nest
@@ -44,7 +44,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A place in a module that each prompt fills with text of its own."""
+    """A place in a module that each prompt fills with a text, the argument."""
 
     name: str
     length: int
@@ -54,8 +54,8 @@ class Parameter:
     is_optional: bool = False
     """Whether a prompt may leave out the argument."""
     recomputed: AfterArgument = "run"
-    """The module's text to compute again after an argument: up to the next tag ("run"), up to the module's end
-    ("module"), or no text ("none")."""
+    """How much of the module's text is computed again after an argument: up to the next tag ("run"), up to the module's
+    end ("module"), or no text ("none")."""
     place: Place = field(default=Place(), compare=False)
 
 
@@ -66,15 +66,15 @@ class Module:
     name: str
     children: tuple[Child, ...] = ()
     is_cached: bool = True
-    """Whether its KV can be linked. False: each prompt computes it, after the text before it."""
+    """Whether the module's KV can be linked. False: each prompt computes it, after the text before the module."""
     scaffold: tuple[str, ...] = ()
-    """Paths of modules after which it is computed, if a prompt imports all of these."""
+    """Paths of modules after which this module is computed, if a prompt imports all of them."""
     first_k: int | None = None
-    """The number of its first tokens to compute again when it is linked; None: the method decides."""
+    """The number of the module's first tokens to compute again when it is linked; None: the method decides."""
     place: Place = field(default=Place(), compare=False)
 
     def modules(self) -> Iterator[tuple[Module, Union | None]]:
-        """Yield the modules directly in it, each with its union or None. Modules in its turns are among them."""
+        """Yield the modules directly in this one, including those in its turns, each with its union or None."""
         for child in without_turns(self.children):
             if isinstance(child, Union):
                 yield from ((member, child) for member in child.members)
@@ -84,7 +84,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Union:
-    """Modules of which a prompt imports at most one. All begin at the same position; the longest sets the length."""
+    """Modules of which a prompt imports at most one. All begin at one position. The longest sets the union's length."""
 
     members: tuple[Module, ...]
     scaffold: str | None = None
@@ -343,7 +343,7 @@ def _flag(element: Element, name: str, *, default: bool) -> bool:
 
 
 def _recompute(element: Element) -> tuple[bool, int | None]:
-    """Read `recompute`: whether each prompt computes the whole module, and the number of first tokens to compute."""
+    """Read `recompute`: whether each prompt computes the whole module, and the number of first tokens or None."""
     wish = element.attributes.get("recompute")
     if wish in (None, "all"):
         return wish == "all", None
@@ -376,7 +376,7 @@ def check_names(module: Module) -> None:
 
 
 def _check_scaffolds(schema: Schema) -> None:
-    """Raise SchemaError if a scaffold names a module that does not stand before the module: it would need itself."""
+    """Raise SchemaError if a module's scaffold names a later module, the module itself, or a module around it."""
     earlier: set[str] = set()
     for path, module, _ in schema.modules():
         for name in module.scaffold:
