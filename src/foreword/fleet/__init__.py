@@ -1,5 +1,5 @@
-"""Many engines behind one server: a request goes to the replica that has most of it, and outlives a replica's death.
+"""Many engines behind one server. A request goes to the replica that has most of its prefix, and survives its death.
 
-Knows the routing of `cluster/`, the events of `events/` and the server's door to engines. Only the modules whose names
+Uses the routing of `cluster/`, the events of `events/` and the server's door to engines. Only the modules whose names
 begin with `ray_` know Ray.
 """

@@ -1,6 +1,6 @@
-"""Answering: the part of one request's answer that the client already has, whichever replica made it.
+"""Answering: the part of one request's answer that the client already has, from all replicas that worked on it.
 
-Another replica can continue from there.
+Another replica can continue the answer from there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from foreword.server.answer_stream import AnswerStream, Delta, Finished, Job, Sh
 
 
 class Acceptance:
-    """Lets the requests of one stream wait until all are accepted. A request that tries again may come late."""
+    """Lets the requests of one stream wait until all are accepted. A request that is tried again may come late."""
 
     def __init__(self, num_requests: int) -> None:
         self._num_missing = num_requests
@@ -39,11 +39,11 @@ class Acceptance:
 
 
 class Answering:
-    """The answer of one job of a stream, as it arrives."""
+    """The answer to one job of a stream, as it arrives."""
 
     def __init__(self, stream: AnswerStream, job: Job, first_choice: int, clock: Callable[[], float]) -> None:
-        """`first_choice`: index of the job's first choice among the stream's choices. `clock`: this process's engine
-        clock, in seconds.
+        """`first_choice`: index of the job's first choice among the stream's choices. `clock`: the engine clock of this
+        process, in seconds.
         """
         self.is_closed = False
         choices = [CompletionOutput(index) for index in range(job.params.n)]
@@ -67,7 +67,7 @@ class Answering:
         ]
 
     def take(self, messages: Sequence[object]) -> int | None:
-        """Take messages of a replica, in order. Returns the prompt's cached tokens once it is computed."""
+        """Take messages of a replica, in order. Returns the number of cached tokens once the prompt is computed."""
         cached, deltas = None, list[Delta]()
         for message in messages:
             match message:
@@ -101,7 +101,7 @@ class Answering:
             self._stream.put([Finished()])
 
     def _note_prompt(self, message: PromptComputed) -> None:
-        """Note the facts of a computed prompt. Only the first replica's facts count: later hits saved no time."""
+        """Record the facts of a computed prompt. Only the first replica's facts count: later hits saved no time."""
         record, theirs = self._job.record, message.output
         if record.first_scheduled_time is not None:
             return
@@ -118,7 +118,7 @@ class Answering:
         output.kept = tuple(replace(entry, until=entry.until + moved) for entry in theirs.kept)
 
     def _note(self, delta: Delta) -> Delta:
-        """Note a delta. Returns it with the index of its choice in the stream."""
+        """Record a delta. Returns it with the index of its choice in the stream."""
         choice = self.output.outputs[delta.choice]
         self._ended[delta.choice] = delta.finish_reason is not None
         choice.text += delta.text
@@ -128,9 +128,9 @@ class Answering:
         return replace(delta, choice=self._first_choice + delta.choice)
 
     def _note_end(self, output: RequestOutput) -> None:
-        """Compare the replica's whole answer with the deltas, and note how it ended.
+        """Compare the replica's whole answer with the deltas, and record how the answer ended.
 
-        Counts of drafts are from this replica only: those of a lost replica are not known.
+        Counts of drafts are from this replica only, because the counts of a lost replica are not known.
         """
         for ours, theirs in zip(self.output.outputs, output.outputs, strict=True):
             assert (ours.token_ids, ours.text) == (theirs.token_ids, theirs.text), "a replica made other bits"

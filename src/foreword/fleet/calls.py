@@ -1,7 +1,7 @@
 """Calls: verbs that every replica's engine runs, and the changes that a replica has missed.
 
-If a change (a reset, a smaller share, an entry's end) did not reach a replica, the replica runs it before it takes
-requests again.
+If a replica misses a change (a reset, a smaller share, an entry's end), it makes the change before it takes requests
+again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from foreword.server.verbs import T, Ts, Verb
 logger = logging.getLogger(__name__)
 
 CALL_S = 60.0
-"""Seconds that one replica may take for a verb. After that, its result is left out."""
+"""Seconds that one replica may take for a verb. After that, the replica's result is left out."""
 AGAIN_S = 0.2
-"""Seconds between two attempts to make a change that was missed."""
+"""Seconds between two attempts to make a missed change."""
 MAKE_UP_S = 60.0
-"""Seconds for which a missed change is tried again if the replica refuses it."""
+"""Seconds for which a missed change is tried again while the replica refuses it."""
 MOST_MISSED = 1_000
-"""The most missed changes to remember for one replica. Beyond that the oldest are dropped, with a line in the log."""
+"""The most missed changes to remember for one replica. Beyond that, the oldest are dropped and an error is logged."""
 ENGINE_FAILED = "engine_failed"
 """Code of a refusal by a replica whose engine takes no requests any more."""
 
@@ -43,8 +43,8 @@ class Calls:
         still: Collection[str],
         then: Callable[[str], None],
     ) -> None:
-        """`names` returns the replicas; `still` holds the replicas that stand still, and changes. `then` is called with
-        the name of a replica that has run all missed changes.
+        """`names` returns the replicas. `still` is the set of replicas that stand still; its owner changes it. `then`
+        is called with the name of a replica that has made all missed changes.
         """
         self._link, self._names, self._still, self._then = link, names, still, then
         self._missed: dict[str, list[bytes]] = {}
@@ -61,16 +61,16 @@ class Calls:
         return _merged(results, verb.merge)
 
     async def change(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
-        """Run a verb that changes something. A replica that is not reached runs it later.
+        """Run a verb that changes something. A replica that cannot be reached runs the verb later.
 
-        Raises APIError 501 if a replica that is reached does not know the verb.
+        Raises APIError 501 if a replica can be reached but does not know the verb.
         """
         data, names = asking(verb, arguments), self._names()
         results = await asyncio.gather(*(self._change(name, data) for name in names), return_exceptions=True)
         return _merged(results, verb.merge, by_all=True)
 
     def catch_up(self, name: str) -> bool:
-        """Have a replica run the changes that it missed, and then call `then`. False: it has missed no changes."""
+        """Have a replica make the changes that it missed, and then call `then`. Returns False if it has missed none."""
         if name not in self._missed:
             return False
         if name not in self._making_up:
@@ -98,7 +98,7 @@ class Calls:
                 if name not in self._still:
                     self.catch_up(name)
                 raise
-        self._miss(name, data)  # in order: what it missed before runs before
+        self._miss(name, data)  # the replica makes its missed changes in order
         raise ReplicaLostError(f"replica {name} stands still", died=False)
 
     def _miss(self, name: str, data: bytes) -> None:
@@ -124,7 +124,7 @@ class Calls:
                 except Exception as error:
                     if (
                         isinstance(error, APIError) and error.code != UNKNOWN_VERB and time.monotonic() < limit
-                    ):  # its blocks may belong to requests that are about to end
+                    ):  # the change may need blocks of requests that are about to end
                         await asyncio.sleep(AGAIN_S)
                         continue
                     logger.error("replica %s did not make up for a change that it missed: %s", name, error)
@@ -143,7 +143,7 @@ class Calls:
             self.catch_up(name)
 
     async def _call(self, name: str, data: bytes) -> Any:
-        """Get one replica's result. Raises ReplicaLostError if it does not answer or its engine has failed."""
+        """Get one replica's result. Raises ReplicaLostError if it does not answer, or if its engine has failed."""
         try:
             async with asyncio.timeout(CALL_S):
                 answer = await self._link.call(name, data)
@@ -151,7 +151,7 @@ class Calls:
             raise ReplicaLostError(f"replica {name} has not answered for {CALL_S:.0f} s", died=False) from error
         try:
             result = pickle.loads(answer)
-        except Exception as error:  # its classes are others
+        except Exception as error:  # the replica's classes are of another version
             logger.warning("replica %s is left out, because its answer cannot be read: %r", name, error)
             message = f"What replica {name} answers to foreword {__version__} is of another version, and cannot be read"
             raise unknown_verb(message) from error

@@ -1,4 +1,4 @@
-"""A model without its weights, with which a server reads, checks and keys requests that other processes compute.
+"""A model without its weights. A server uses it to check requests, and to make their keys, for engines elsewhere.
 
 Knows how an engine is assembled; computes nothing.
 """
@@ -35,7 +35,7 @@ class EngineFacts:
     num_blocks: int
     """Blocks of one engine's pool."""
     inexactness: str | None
-    """Why this machine breaks the promise of equal bits; None: it keeps the promise."""
+    """Why this machine cannot promise equal bits; None: it keeps the promise."""
     pictures: Any = None
     """The object that cuts and names pictures, without weights; None: the model takes no pictures."""
     lacks_pillow: bool = False
@@ -89,7 +89,7 @@ def open_front(config: EngineConfig, facts: EngineFacts) -> LLM:
 def _adapters(config: EngineConfig, facts: EngineFacts) -> AdapterNames | None:
     if facts.decoder is None:
         return None
-    from foreword.model.adapters.loaded import AdapterNames  # compiles kernels, which most fronts can do without
+    from foreword.model.adapters.loaded import AdapterNames  # compiles kernels, which most fronts do not need
 
     return AdapterNames(facts.decoder, config.model.max_lora_rank)
 

@@ -1,4 +1,4 @@
-"""Link: how a front reaches its replicas. Knows names, bytes and messages. `RayLink` is a link; tests have others."""
+"""Link: how a front reaches its replicas. Knows names, bytes and messages. `RayLink` is one; tests have others."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ class ReplicaLostError(ForewordError):
     def __init__(self, message: str, *, died: bool, comes_back: bool = False, may_be_healthy: bool = False) -> None:
         super().__init__(message)
         self.comes_back = comes_back
-        """Whether the request may choose the replica again as soon as it takes requests."""
+        """Whether the request may choose the replica again once the replica takes requests."""
         self.may_be_healthy = may_be_healthy
         """Whether the replica could not be reached for a reason that may pass, such as the network."""
         self.died = died
-        """Whether the replica ended while it had the request. If the request had begun there, it may be the cause."""
+        """Whether the replica ended while it had the request. If it had begun that, the request may be the cause."""
 
 
 class Members(Protocol):
     """Receives news about which replicas there are."""
 
     def join(self, name: str, facts: ReplicaFacts) -> None:
-        """Hear that a replica is ready."""
+        """Called when a replica is ready."""
 
     def leave(self, name: str) -> None:
-        """Hear that a replica is gone, or will be soon."""
+        """Called when a replica is gone, or will be soon."""
 
 
 class Link(Protocol):
-    """The way to replicas by name. All methods are for the event loop."""
+    """The way to replicas by name. All methods must be called on the event loop."""
 
     def start(self, members: Members) -> None:
-        """Begin to tell `members` which replicas there are."""
+        """Begin to report to `members` which replicas there are."""
 
     async def stop(self) -> None:
-        """Stop telling."""
+        """Stop the reports."""
 
     def generate(self, replica: str, data: bytes) -> AsyncGenerator[list[Told]]:
         """Call `Replica.generate` at a replica. Closing the iterator aborts the request. Raises ReplicaLostError."""
@@ -49,4 +49,4 @@ class Link(Protocol):
         """Call `Replica.call` at a replica. Raises ReplicaLostError."""
 
     async def complaint(self, replica: str) -> str | None:
-        """Call `Replica.complaint` at a replica. Waits as long as its process is stopped. Raises ReplicaLostError."""
+        """Call `Replica.complaint` at a replica. Waits while its process is stopped. Raises ReplicaLostError."""

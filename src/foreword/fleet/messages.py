@@ -1,7 +1,7 @@
 """The messages between a front and its replicas, and a request as bytes.
 
-A request may hold constraints, which refer to the tokenizer and its grammars. These two are not sent: the pickled
-request has their names, and the replica puts its own objects in their place.
+A request may hold constraints, which refer to the tokenizer and its grammars. The tokenizer and the grammars are not
+sent: the pickled request has their names, and the replica puts its own objects in their place.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PromptComputed:
     num_queued_s: float
     """Seconds from the request's arrival at the replica to its first step."""
     clock: float
-    """The replica's engine time in seconds, the clock of the entries' ends."""
+    """The replica's engine time in seconds. The end times of cache entries are times of this clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +96,15 @@ Told = Queued | PromptComputed | Delta | Complete | Refused
 
 
 def asking(verb: Verb[T, *Ts], arguments: tuple[*Ts]) -> bytes:
-    """Pack this version, a verb's name and its arguments for a replica. Raises TypeError for a function among them."""
+    """Pack this version, a verb's name and its arguments for a replica. Raises TypeError for a function argument."""
     if any(map(callable, arguments)):
         raise TypeError(f"the verb {verb.name!r} got a function in {arguments!r:.200}; send values to replicas")
     return pickle.dumps((__version__, verb.name, pickle.dumps(arguments)))
 
 
 def asked_for(data: bytes) -> Callable[[Engine], Any]:
-    """Unpack what `asking` packed, for an engine to run. Raises APIError 501 if another version packed it, or if it
-    cannot be read.
+    """Unpack what `asking` packed, for an engine to run. Raises APIError 501 if the data cannot be read, or if another
+    version packed it.
 
     Arguments from another version are not read: fields pickle by position, so a new field would shift the others.
     """
@@ -125,13 +125,13 @@ def asked_for(data: bytes) -> Callable[[Engine], Any]:
 
 
 def unknown_verb(message: str) -> APIError:
-    """The error between two versions of foreword that do not understand each other."""
+    """The error of two versions of foreword that do not understand each other."""
     message += "; upgrade the older one."
     return APIError(501, message, kind="server_error", code=UNKNOWN_VERB)
 
 
 class Codec:
-    """Turns submissions into bytes, and bytes into submissions for its own model."""
+    """Turns submissions into bytes. Turns bytes into submissions for the model of this process."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm, self._lock = llm, threading.Lock()
@@ -145,9 +145,9 @@ class Codec:
     def decode(self, data: bytes) -> Submission:
         """Read a submission from its bytes. Any thread may call this method.
 
-        Compiles its grammar, which takes up to a second, and reads its adapter. Raises APIError for an adapter that
-        cannot be read, and InvalidRequestError for a grammar that cannot be followed. The bytes are trusted: they come
-        from a front.
+        Compiles the submission's grammar, which takes up to a second, and reads its adapter. Raises APIError for an
+        adapter that cannot be read, and InvalidRequestError for a grammar that cannot be followed. The bytes are
+        trusted: they come from a front.
         """
         with self._lock:  # grammars belong to one thread at a time
             submission: Submission = _Unpickler(io.BytesIO(data), self._llm).load()
@@ -157,7 +157,7 @@ class Codec:
         return replace(submission, prompt=prompt)
 
     def _adapter(self, name: AdapterName) -> Adapter:
-        """Load an adapter. Raises AdaptersBusyError, or APIError 503, whose text hides the folder from the client."""
+        """Load an adapter. Raises AdaptersBusyError, or an APIError 503 that does not show the folder to clients."""
         try:
             return cast("LoadedAdapters", self._llm.adapters).named(name)
         except InvalidRequestError as error:

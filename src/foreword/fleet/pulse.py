@@ -27,8 +27,8 @@ class Pulse:
     """Watches replicas. Belongs to the event loop."""
 
     def __init__(self, link: Link, on_still: Callable[[str], None], on_again: Callable[[str], None]) -> None:
-        """`on_still` is called with a replica that stands still, before its requests are ended; `on_again` when it
-        goes on.
+        """`on_still` is called with the name of a replica that stands still, before its requests are ended; `on_again`
+        with the name of a replica that works again.
         """
         self.still: dict[str, str] = {}
         """The replicas that stand still, each with its complaint."""
@@ -41,7 +41,7 @@ class Pulse:
         self._tasks[name] = asyncio.create_task(self._follow(name))
 
     def leave(self, name: str) -> None:
-        """Stop watching a replica that is gone. Its requests fail by themselves."""
+        """Stop watching a replica that is gone. The requests at this replica fail by themselves."""
         self._tasks.pop(name).cancel()
         self.still.pop(name, None)
 
@@ -75,7 +75,7 @@ class Pulse:
             try:
                 complaint = await self._complaint(name)
             except ReplicaLostError:
-                continue  # it leaves
+                continue  # the replica leaves
             if complaint is None:
                 if self.still.pop(name, None) is not None:
                     logger.info("replica %s goes on", name)

@@ -32,7 +32,7 @@ MAX_FRONTS = 64
 
 
 class Front:
-    """The HTTP server in front of the engines. Several of them share their reservations."""
+    """The HTTP server in front of the engines. Several servers share their reservations."""
 
     def __init__(self, engine: Any, model: str, options: Mapping[str, Any], config: ServerConfig) -> None:
         self._engine, self._model, self._options, self._config = engine, model, options, config
@@ -61,10 +61,10 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     for name in ("api_key", "operator_key", "server_secret"):
         if (value := getattr(environment, name)) is not None:
             options.setdefault(name, value)
-    options.setdefault("server_secret", secrets.token_hex(16))  # one for all fronts: they share caches
+    options.setdefault("server_secret", secrets.token_hex(16))  # one secret for all fronts, which share caches
     options.setdefault("replicas", 1)
     config, fleet = (kind(**_read(options, kind)) for kind in (ServerConfig, FleetConfig))
-    EngineConfig.from_options(model, **options)  # a wrong option is known before anything starts
+    EngineConfig.from_options(model, **options)  # refuse wrong options before anything starts
     engine = application(model, options, fleet)
     front = serve.deployment(
         name="front",
@@ -77,5 +77,5 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _read(options: dict[str, Any], config: type) -> dict[str, Any]:
-    """Remove the fields of a configuration class from `options`; returns their values. Raises ConfigError."""
+    """Remove the fields of a configuration class from `options`, and return their values. Raises ConfigError."""
     return read_options(pop_fields(options, config), options_of(config), {})

@@ -1,6 +1,6 @@
 """Replicas as actors of Ray Serve, and the link to them.
 
-Knows Ray; decides nothing. Serve starts, replaces and scales the replicas; `RoutedEngines` chooses among them:
+Knows Ray, but makes no decisions. Serve starts, replaces and scales the replicas; `RoutedEngines` chooses among them:
 
     front process                              an actor for each replica
     RoutedEngines ── RayLink ── handle ──>     EngineReplica ── Replica ── LLM
@@ -44,30 +44,30 @@ T = TypeVar("T")
 
 DEPLOYMENT = "engine"
 ANY = ""
-"""Used in place of a replica's id: Serve may choose any replica."""
+"""In place of a replica's id: Serve may choose any replica."""
 ELSEWHERE = "replica_gone"
 """Error code of a call that reached another replica than the chosen one."""
 MAX_ONGOING = 100_000
-"""Calls that Serve lets one replica have: so large that it never rejects a choice. The server has limits of its own."""
+"""The most calls that Serve lets one replica have: so many that Serve rejects no choice. The server has limits, too."""
 FRONT_SILENCE_S = 10.0
 """Seconds after which a silent front is no longer in the list of fronts."""
 FAREWELL_S = 2.0
-"""Seconds to wait for the answer of a replica that is no longer in Serve's list: it may be stopping in order."""
+"""Seconds to wait for the answer of a replica that Serve no longer lists, because it may still end its answers."""
 DRAIN_S = 600.0
 """Seconds that a replica may take to finish its answers when Serve stops it."""
 RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_gcs_server_port_wait_time_s": "120",  # a busy machine starts Ray in more than its 30 s
+    "RAY_gcs_server_port_wait_time_s": "120",  # on a busy machine, Ray needs more than its default of 30 s to start
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # an engine that stands still finishes no answers
 }
-"""Values of Ray's own environment variables, where the user has not set them."""
+"""Values for Ray's own environment variables, if the user has not set them."""
 
 
 # --------------------------------------------------------------------- the replica's side
 
 
 class EngineReplica:
-    """One engine in an actor. The first argument of each call is the id of the replica for which it is meant."""
+    """One engine in an actor. The first argument of each call is the id of the replica that should get the call."""
 
     def __init__(self, model: str, options: Mapping[str, Any]) -> None:
         self._host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -103,11 +103,11 @@ class EngineReplica:
             yield messages
 
     async def call(self, target: str, data: bytes) -> bytes | None:
-        """Run a verb on the engine's thread; None if the call was meant for another replica."""
+        """Run a verb on the engine's thread. Returns None if the call was meant for another replica."""
         return await self._start().call(data) if target == self._id else None
 
     async def complaint(self, target: str) -> str | None:
-        """Return why this replica must get no requests, or "". None: the call was meant for another replica."""
+        """Return why this replica must get no requests, or "" if it may. None: the call is for another replica."""
         return self._replica.complaint() or "" if target == self._id else None
 
     async def facts_of_engine(self, target: str) -> bytes:
@@ -119,7 +119,7 @@ class EngineReplica:
 
 
 def application(model: str, options: Mapping[str, Any], fleet: FleetConfig) -> serve.Application:
-    """Make the application of Ray Serve that runs the replicas. `options` are the engine's."""
+    """Make the application of Ray Serve that runs the replicas. `options` are the engine's options."""
     number: dict[str, Any] = {"num_replicas": fleet.replicas}
     if fleet.max_replicas is not None:
         scaling = AutoscalingConfig(min_replicas=fleet.replicas, max_replicas=fleet.max_replicas)
@@ -136,7 +136,7 @@ def application(model: str, options: Mapping[str, Any], fleet: FleetConfig) -> s
         max_ongoing_requests=MAX_ONGOING,
         graceful_shutdown_timeout_s=DRAIN_S,
         graceful_shutdown_wait_loop_s=1.0,
-        max_surge_percent=100,  # a new replica before the old one stops: the caches stay
+        max_surge_percent=100,  # start a new replica before the old one stops, so that caches stay
         request_router_config=router,
         **number,
     )(EngineReplica)
@@ -150,13 +150,13 @@ class RayLink:
     """The link to the replicas of one application, through its handle."""
 
     def __init__(self, app_name: str, handle: Any = None) -> None:
-        """`handle`: the handle of the replicas; None: get it from Serve."""
+        """`handle` is the handle of the replicas; None: get it from Serve."""
         self._app_name = app_name
         self._handle = serve.get_deployment_handle(DEPLOYMENT, app_name) if handle is None else handle
         self._members: Members | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone: dict[str, asyncio.Future[bool]] = {}
-        """For each present replica, a future that is done when it leaves. Its result: whether it was found dead."""
+        """For each present replica, a future that is done when it leaves, with whether it was found dead."""
 
     def start(self, members: Members) -> None:
         self._members, self._loop = members, asyncio.get_running_loop()
@@ -178,7 +178,7 @@ class RayLink:
             self._members.leave(name)
             self._gone.pop(name).set_result(name == dead)
         for name, metadata in replicas.items():
-            if name in self._gone or not metadata:  # without metadata it is not ready yet
+            if name in self._gone or not metadata:  # a replica without metadata is not ready yet
                 continue
             try:
                 facts = ReplicaFacts(ReplicaSpec(**metadata["spec"]), metadata["events"], metadata["process_id"])
@@ -189,13 +189,13 @@ class RayLink:
             self._members.join(name, facts)
 
     async def facts_of_engine(self) -> EngineFacts:
-        """Get the engines' facts from any replica. Waits until a replica is ready."""
+        """Get the facts of the engines from any replica. Waits until a replica is ready."""
         facts: EngineFacts = pickle.loads(await self._handle.facts_of_engine.remote(ANY))
         return facts
 
     @property
     def host(self) -> str:
-        """The address of this machine for other machines of the cluster."""
+        """The address at which other machines of the cluster reach this machine."""
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return host
 
@@ -246,7 +246,7 @@ class RayLink:
             raise _lost(replica, error) from error
         finally:
             response.cancel()
-        if result is None:  # another one has answered
+        if result is None:  # another replica has answered
             raise ReplicaLostError(f"replica {replica} is gone", died=False)
         return result
 
@@ -257,13 +257,13 @@ class RayLink:
 
 
 def _lost(replica: str, error: Exception) -> ReplicaLostError:
-    died = isinstance(error, ActorDiedError)  # another RayActorError says that it is out of reach
+    died = isinstance(error, ActorDiedError)  # other RayActorErrors say that the actor cannot be reached
     what = "ended" if died else "cannot be reached"
     return ReplicaLostError(f"replica {replica} {what}: {_brief(error)}", died=died, may_be_healthy=not died)
 
 
 async def _unless(gone: asyncio.Future[bool], answer: Awaitable[T], lost: str) -> T:
-    """Wait for a replica's answer. Raises ReplicaLostError if the replica leaves first: Serve would wait forever."""
+    """Wait for a replica's answer. Raises ReplicaLostError if it leaves first, because Serve would wait forever."""
     coming = asyncio.ensure_future(answer)
     try:
         await asyncio.wait((coming, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -278,7 +278,7 @@ async def _unless(gone: asyncio.Future[bool], answer: Awaitable[T], lost: str) -
 
 
 class _Board:
-    """The list of running fronts. It may be lost: all fronts report to it again within a second."""
+    """The list of running fronts. If it is lost, all fronts report to a new one within a second."""
 
     def __init__(self) -> None:
         self._seen: dict[str, float] = {}
@@ -302,7 +302,7 @@ def _brief(error: BaseException) -> str:
 def replicas_of(model: str, options: Mapping[str, Any], fleet: FleetConfig, app_name: str) -> Iterator[RayLink]:
     """Run replicas, and yield the link to them. A local Ray ends with the context.
 
-    Raises ConfigError for a Ray that does not answer, or if the replicas do not start.
+    Raises ConfigError if Ray does not answer, or if the replicas do not start.
     """
     _connect(fleet)
     try:
@@ -323,7 +323,7 @@ def replicas_of(model: str, options: Mapping[str, Any], fleet: FleetConfig, app_
 def _connect(fleet: FleetConfig) -> None:
     """Join a running Ray, or start a local one. Raises ConfigError for an address that does not answer.
 
-    The kernel ends a local Ray when the calling thread ends, for any reason. Then Ray's workers end too.
+    The kernel ends a local Ray when the calling thread ends for any reason. Ray's workers end with it.
     """
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)  # noqa: TID251  # Ray reads them nowhere else
@@ -341,8 +341,8 @@ def _connect(fleet: FleetConfig) -> None:
     max_replicas = fleet.max_replicas or fleet.replicas
     try:
         ray.init(
-            "local",  # not one that happens to run on this machine
-            num_cpus=max(2, round(max_replicas * fleet.replica_cpus) + 1),  # logical: they only place actors
+            "local",  # start a Ray, even if one runs on this machine
+            num_cpus=max(2, round(max_replicas * fleet.replica_cpus) + 1),  # logical CPUs: they only place actors
             include_dashboard=False,
             object_store_memory=80 * 2**20,
             log_to_driver=False,

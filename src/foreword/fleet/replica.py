@@ -29,7 +29,7 @@ STEPS_STILL = 20.0
 """An engine is stalled if a step takes longer than `LEAST_STILL_S` and than this number of times its longest step."""
 LEAST_STILL_S = 120.0
 MOST_STILL_S = 600.0
-"""An engine is stalled if a step takes longer than this. Until its first step has ended, this is the only limit."""
+"""An engine is stalled if a step takes longer than this. Until the first step has ended, this is the only limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class ReplicaFacts:
 
     spec: ReplicaSpec
     events: dict[str, str]
-    """The addresses of its cache events and their snapshots, by the name of the option; empty without a cache."""
+    """The addresses of the replica's cache events and their snapshots, by option name; empty without a cache."""
     process_id: int
 
 
 class Replica:
-    """Serves one engine. All methods are for the event loop on which `start` was called."""
+    """Serves one engine. All methods must be called on the event loop on which `start` was called."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -59,7 +59,7 @@ class Replica:
         await self._thread.stop()
 
     def complaint(self) -> str | None:
-        """Why this replica should be replaced: its engine has failed or stands still. None: it is healthy."""
+        """Why this replica should be replaced: its engine has failed or stands still. None: the replica is healthy."""
         if self._thread.failure is not None:
             return self._thread.failure
         still_s = self._thread.still_s()
@@ -74,7 +74,7 @@ class Replica:
         return EngineFacts.of(self._llm)
 
     def facts(self, host: str) -> ReplicaFacts:
-        """The facts that a router needs. `host`: the address of this machine for other machines."""
+        """The facts that a router needs. `host` is the address of this machine for other machines."""
         cache = self._llm.config.cache
         is_closed = cache.prefix_index == "radix" and self._llm.layout.is_one_full_group
         spec = ReplicaSpec.of_engine(self._llm.engine.snapshot().num_blocks, is_prefix_closed=is_closed)
@@ -86,7 +86,7 @@ class Replica:
         try:
             submission = await asyncio.to_thread(self._codec.decode, data)
             stream = self._submit(submission)
-        except Exception as error:  # another replica could not answer it either
+        except Exception as error:  # another replica could not answer this request either
             if not isinstance(error, ForewordError):
                 logger.exception("a request could not be read")
             yield [Refused.of(from_error(error))]
@@ -123,7 +123,7 @@ class Replica:
         yield [Complete(_bare(output))]
 
     async def call(self, data: bytes) -> bytes:
-        """Run a verb (`asking`) on the engine's thread; returns the pickled result, or the pickled error."""
+        """Run a verb (packed by `asking`) on the engine's thread. Returns the pickled result, or the pickled error."""
         try:
             result = await self._thread.call(asked_for(data))
         except Exception as error:

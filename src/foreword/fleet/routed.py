@@ -1,5 +1,5 @@
-"""RoutedEngines: the server's door to replicas. Routes each request, follows its answer, and goes on elsewhere if a
-replica is lost.
+"""RoutedEngines: the server's door to replicas. Routes each request, follows its answer, and continues the answer on
+another replica if a replica is lost.
 
 One request:
 
@@ -7,7 +7,8 @@ One request:
                                         ^                            |
                                         +--- the replica is lost ----+   with the tokens that the client has
 
-A replica that goes on makes the same bits, so the client sees one answer. The seed is fixed before the first attempt.
+A replica that continues an answer makes the same bits, so the client sees one answer. The seed is fixed before the
+first attempt.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ from foreword.server.verbs import SHRINK
 
 logger = logging.getLogger(__name__)
 MAX_DEATHS = 2
-"""After this number of replicas died while they worked for one request, the request may be the cause, and it fails."""
+"""If this number of replicas died while they worked on one request, the request may be the cause, and it fails."""
 MAX_SENT_DEATHS = 20
-"""The same number for replicas that die before they have queued the request: most of them were dead already."""
+"""The same limit for deaths before the replica had queued the request. Most of these replicas were dead already."""
 AVOIDED_S = 1.0
-"""If no other replica takes requests, seconds until a request tries replicas again that it could not reach."""
+"""Seconds until a request tries unreachable replicas again, if no other replica takes requests."""
 READY_S = 300.0
-"""Longest wait of a request, in seconds, if no replica takes requests. A busy machine replaces replicas in minutes. The
-request's own time limit may end the wait earlier."""
+"""The longest wait of a request, in seconds, while no replica takes requests. A busy machine replaces replicas in
+minutes. The request's own time limit may end the wait earlier."""
 
 
 _GAUGES = {
@@ -68,11 +69,11 @@ class FleetCounts:
     """Sums since the start."""
 
     deaths: int = 0
-    """Deaths of replicas while they had a request, begun or not; a death counts once for each request."""
+    """Deaths of replicas while they had a request, begun or not. A death counts once for each request."""
     resumed: int = 0
-    """Attempts that continued an answer which another replica had begun."""
+    """Attempts that continued an answer that another replica had begun."""
     given_up: int = 0
-    """Requests that ended with an error because too many replicas died under them."""
+    """Requests that ended with an error because too many replicas died while they worked on them."""
 
 
 @dataclass(slots=True)
@@ -88,15 +89,15 @@ class _Request:
     num_sent_deaths: int = 0
     """The number of replicas that died before they had queued the request."""
     num_returns: int = 0
-    """The number of times that it tried unreachable replicas again."""
+    """The number of times that the request tried unreachable replicas again."""
     avoided: set[str] = field(default_factory=set)
-    """Replicas that were lost."""
+    """Replicas that were lost while they had the request."""
     unreached: set[str] = field(default_factory=set)
     """Replicas that could not be reached but may be healthy."""
 
 
 class RoutedEngines:
-    """Replicas behind one door. All methods are for the event loop."""
+    """Replicas behind one door. All methods must be called on the event loop."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class RoutedEngines:
         open_peers: Callable[[], PeerLink] | None = None,
         seed: int | None = None,
     ) -> None:
-        """`after_step` is called with requests that have ended.
+        """`after_step` is called with the requests that have ended.
 
         `open_peers` opens the link to other fronts of the same replicas. `seed` seeds requests without a seed.
         """
@@ -147,7 +148,7 @@ class RoutedEngines:
         return len(self.core.replicas)
 
     def join(self, name: str, facts: ReplicaFacts) -> None:
-        """Send requests to a new replica, once it has hot prefixes. The first replica gets requests at once."""
+        """Send requests to a new replica as soon as it has hot prefixes. The first replica gets requests at once."""
         self.facts[name] = facts
         hot = self._warmth.for_new_replica(facts.spec)
         self.core.join(name, facts.spec)
@@ -176,7 +177,7 @@ class RoutedEngines:
         self._joined = asyncio.Event()
 
     def leave(self, name: str) -> None:
-        """Send no more requests to a replica. If it is gone, its present requests fail by themselves."""
+        """Send no more requests to a replica. If the replica is gone, its present requests fail by themselves."""
         if name in self.core.replicas:
             logger.info("replica %s has left", name)
             alone = [] if self._has_tiers else self._warmth.only_at(name)
@@ -250,7 +251,7 @@ class RoutedEngines:
         task.add_done_callback(self._shrinking.discard)
 
     async def _shrink(self, namespace: str, max_blocks: int) -> None:
-        with suppress(APIError):  # no replica, no blocks
+        with suppress(APIError):  # if there is no replica, no blocks have to be given up
             await self.change(SHRINK, namespace, max_blocks)
 
     # ------------------------------------------------------------------ what operators see
@@ -266,7 +267,7 @@ class RoutedEngines:
         }
 
     def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
-        """Explanations of decisions, at most `limit`. `request_id`: the id of a response or of one of its prompts."""
+        """Explanations of at most `limit` decisions. `request_id`: the id of a response or of one of its prompts."""
         if request_id is None:
             decisions = list(self.log)
         else:
@@ -315,7 +316,7 @@ class RoutedEngines:
     # ------------------------------------------------------------------ one stream
 
     async def _answer(self, stream: AnswerStream) -> None:
-        """Answer all jobs of a stream. In any case, its records are closed and no reservation stays."""
+        """Answer all jobs of a stream. In any case, the stream's records are closed and its reservations released."""
         requests: list[_Request] = []
         try:
             requests += self._checked(stream)
@@ -388,7 +389,7 @@ class RoutedEngines:
         """
         for message in messages:
             if isinstance(message, Refused):
-                if message.code == ENGINE_FAILED:  # before it had this request, or under it
+                if message.code == ENGINE_FAILED:  # the engine failed before this request or during it
                     raise ReplicaLostError(message.message, died=has_begun)
                 raise message.error()
         cached = request.answering.take(messages)
@@ -401,7 +402,7 @@ class RoutedEngines:
     def _submission(self, stream: AnswerStream, request: _Request) -> bytes:
         job, choices = request.job, request.answering.shown
         answered = tuple(choices) if any(choice.token_ids for choice in choices) else ()
-        request.num_attempts += 1  # a replica may still have the last one
+        request.num_attempts += 1  # a new name, because a replica may still have the last attempt
         name = f"{job.record.request_id}.{request.num_attempts}"
         self.counts.resumed += bool(answered)
         return self._codec.encode(Submission(name, job.prompt, job.params, answered, is_streamed=not stream.whole))
@@ -434,7 +435,7 @@ class RoutedEngines:
                 request.unreached.clear()
 
     def _note_lost(self, request: _Request, decision: Decision, lost: ReplicaLostError, has_begun: bool) -> None:
-        """Note that a replica was lost while it had a request. Raises APIError 500 if the request may be the cause."""
+        """Record that a replica with a request was lost. Raises APIError 500 if the request may be the cause."""
         logger.warning("request %s: %s", request.job.record.request_id, lost)
         if lost.may_be_healthy:
             request.unreached.add(decision.replica)

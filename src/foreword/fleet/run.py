@@ -32,7 +32,7 @@ APPLICATION = "foreword"
 
 
 def serve_replicas(model: str, options: Mapping[str, Any], config: ServerConfig, fleet: FleetConfig) -> bool:
-    """Run the server with several engines; `options` are those of each engine. Raises ConfigError."""
+    """Run the server with several engines. `options` are the options of each engine. Raises ConfigError."""
     engine = EngineConfig.from_options(model, **options)
     logger.info("starting %d replicas", fleet.replicas)
     with replicas_of(model, options, fleet, APPLICATION) as link:

@@ -1,7 +1,7 @@
-"""Warms the caches of replicas that join, and moves prefixes that would be lost with a replica that leaves.
+"""Warms the caches of replicas that join, and saves prefixes that only a leaving replica has.
 
-A prefix is sent as tokens, and the other replica computes its KV. If replicas share a tier below the pool, the KV of
-a replica that left is there already.
+A prefix is sent as tokens, and another replica computes its KV. If replicas share a tier below the pool, the tier
+already has the KV of a replica that left.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from foreword.request import SamplingParams
 MAX_PREFIXES = 512
 MAX_TOKENS = 2_000_000
 HALF_LIFE = 2_000
-"""The number of notes after which the weight of a use is halved."""
+"""The weight of a use is halved after this number of later uses."""
 logger = logging.getLogger(__name__)
 WARM_S = 20.0
-"""Longest time in seconds that a new replica computes hot prefixes before it takes requests. Also the longest time for
-one prefix of a replica that left."""
+"""The longest time, in seconds, for which a new replica computes hot prefixes before it takes requests. Also the
+longest time for one prefix of a replica that left."""
 HAND_OVER_TOKENS = 100_000
 """The most tokens that other replicas compute after a replica has left."""
 LEAST_USES = 2.0
@@ -46,13 +46,13 @@ class HotPrefix:
     """A cached prefix that requests used."""
 
     keys: list[Key]
-    """Keys of all its blocks."""
+    """Keys of all blocks of the prefix."""
     prompt: Prompt
-    """Its tokens, without marks."""
+    """The prefix's tokens, without marks."""
     weight: float
-    """Number of uses; recent uses count more."""
+    """The number of uses; recent uses count more."""
     last: int
-    """The number of the note of its last use."""
+    """The number of the prefix's last use, counting the uses of all prefixes."""
 
 
 class HotPrefixes:
@@ -66,16 +66,16 @@ class HotPrefixes:
         self._num_notes = 0
 
     def note(self, prompt: Prompt, keys: list[Key], num_cached_tokens: int) -> None:
-        """Note that a request found the first `num_cached_tokens` of its prompt. Less than a block is ignored."""
+        """Record that a request found the first `num_cached_tokens` of its prompt. Ignores less than a block."""
         num_blocks = min(num_cached_tokens // self._block_tokens, len(keys))
-        if not num_blocks or prompt.pictures or prompt.embeds is not None:  # a part of it would lack them
+        if not num_blocks or prompt.pictures or prompt.embeds is not None:  # a cut prompt would lack them
             return
         self._num_notes += 1
         key = keys[num_blocks - 1]
         prefix = self._prefixes.get(key)
         if prefix is None:
             length = num_blocks * self._block_tokens
-            begun = prompt.begun()  # an adapter begins where it does in the whole prompt
+            begun = prompt.begun()  # an adapter begins at the same token as in the whole prompt
             cut = Prompt(np.array(prompt.token_ids[:length]), None, begun.extra_keys, adapter=begun.adapter)
             prefix = self._prefixes[key] = HotPrefix(keys[:num_blocks], cut, 0.0, self._num_notes)
             self._num_tokens += length
@@ -113,13 +113,13 @@ class Warmth:
         """The tasks of new replicas that compute hot prefixes before they take requests."""
 
     def for_new_replica(self, spec: ReplicaSpec) -> list[HotPrefix]:
-        """Hot prefixes, up to half of its pool, for a new replica to compute first; nothing for the first replica."""
+        """Hot prefixes that a new replica computes first, up to half of its pool; none for the first replica."""
         if not self._core.replicas:
             return []
         return self._hot.hottest(spec.num_blocks * self._core.options.block_tokens // 2)
 
     def only_at(self, name: str) -> list[HotPrefix]:
-        """The hot prefixes that this replica has and no other one."""
+        """The hot prefixes that only this replica has."""
         mirrors = {each: self._core.mirror(each).parents for each in self._core.replicas}
         lost = mirrors.pop(name)
         return [
@@ -129,9 +129,9 @@ class Warmth:
         ]
 
     def warm_up(self, name: str, hot: Sequence[HotPrefix], then: Callable[[], None]) -> None:
-        """Have a new replica compute these prefixes, for at most `WARM_S`. Then call `then`, unless it has left."""
+        """Have a new replica compute these prefixes, for at most `WARM_S`. Then call `then`, if it has not left."""
         task = self._warming[name] = self._begin(self._warm_up(name, hot))
-        task.add_done_callback(lambda task: self._end(name, task, then))  # also if it ends before its first step
+        task.add_done_callback(lambda task: self._end(name, task, then))  # called even if the task never began
 
     def _end(self, name: str, task: asyncio.Task[None], then: Callable[[], None]) -> None:
         if self._warming.get(name) is task:
@@ -151,7 +151,7 @@ class Warmth:
         self._begin(self._hand_over(alone))
 
     def hurry(self) -> None:
-        """Let replicas that are warming up take requests now, because no other replica does."""
+        """Let replicas that still compute hot prefixes take requests now, because no other replica does."""
         for task in list(self._warming.values()):
             task.cancel()
 
