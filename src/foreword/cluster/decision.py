@@ -36,10 +36,10 @@ class RoutingRequest:
     keys: list[Key]
     num_tokens: int
     stable_blocks: int | None = None
-    """Leading blocks up to the deepest boundary that later requests share, such as the end of the system prompt and the
-    tools. Used only where nothing is known of the caches; None: all blocks."""
+    """The number of leading blocks up to the deepest boundary that later requests share, such as the end of the system
+    prompt and the tools. Used only if no cache is known; None: all blocks."""
     session: str | None = None
-    """The session; used instead of `stable_blocks` unless it is None."""
+    """The session, which is used instead of `stable_blocks`; None: no session."""
     runs: tuple[CopiedRun, ...] = ()
     """The runs of a linked prompt that are copied, in the order of the prompt."""
 
@@ -69,18 +69,18 @@ class RoutingRequest:
 
 
 class Reservation(NamedTuple):
-    """Work that a router has placed on a replica. Every later call about this work names it by this value."""
+    """Work that a router has placed on a replica. Every later call about this work passes this value."""
 
     router: str
     request_id: str
     attempt: int
-    """1, or more after a rejection or a death. So a late message about an earlier attempt releases nothing."""
+    """The number of the attempt, from 1. A late message about an earlier attempt therefore releases nothing."""
     replica: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Arrays with one entry for each slot, as a rule sees them for one request. Read only.
+    """The replicas as a rule sees them for one request: arrays with one entry for each slot. Read only.
 
     Some of the arrays after `decode_s` are views, valid until the next call of the core.
     """
@@ -99,11 +99,11 @@ class Fleet:
     """Seconds for the tokens to compute."""
     reuse_s: FloatArray
     """Seconds that waiting requests lose because blocks of another replica are computed once more here, minus the
-    seconds that later requests save with the new copy. Never below minus the prefill seconds."""
+    seconds that later requests save with the new copy. At least minus the prefill seconds."""
     price_s: FloatArray
     """Seconds to compute the evicted blocks again, times the chance that they would have been used."""
     decode_s: FloatArray
-    """Seconds of delay by the answers that the replica generates meanwhile."""
+    """Seconds by which answers that the replica generates delay the request."""
     num_waiting: Int64Array
     """Requests without a first token."""
     num_open: Int64Array
@@ -122,11 +122,11 @@ class Standing(StrEnum):
 
     KNOWN = "known"
     UNKNOWN = "unknown"
-    """It could be chosen, but the content of its cache is not known, so it counts as no hit."""
+    """The replica could be chosen, but the content of its cache is not known, so it counts as no hit."""
     EXCLUDED = "excluded"
-    """The caller excluded it, usually after a rejection or a death."""
+    """The caller excluded the replica, usually after a rejection or a death."""
     RETIRED = "retired"
-    """It takes no more requests."""
+    """The replica takes no more requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +166,9 @@ class Decision:
     fleet: Fleet
     costs: FloatArray
     names: tuple[str, ...]
-    """The replica in each slot; empty for slots in no use."""
+    """The replica in each slot; empty for unused slots."""
     known: int
-    """Bits of the slots whose caches were known."""
+    """A bit for each slot whose cache was known."""
     excluded: tuple[int, ...]
     """Slots that the caller excluded."""
     delivered_tokens: int | None = None
@@ -191,7 +191,7 @@ class Decision:
 
     @property
     def source_tokens(self) -> int:
-        """Tokens of a linked prompt's sources that are not also the prompt's; 0 for other prompts."""
+        """Tokens of a linked prompt's sources that the prompt does not have itself; 0 for other prompts."""
         sources = self.fleet.sources
         return 0 if sources is None else sources.num_blocks * self.fleet.block_tokens
 
@@ -314,7 +314,7 @@ class DecisionLog:
     """Keeps the newest decisions and the hits that their replicas delivered."""
 
     def __init__(self, capacity: int = 256) -> None:
-        """Keeps the decisions of the newest `capacity` attempts. Raises ConfigError if that is below 1."""
+        """Keeps the decisions of the newest `capacity` attempts. Raises ConfigError if `capacity` is below 1."""
         if capacity < 1:
             raise ConfigError(f"a log of {capacity} decisions keeps nothing; use at least 1")
         self._decisions: deque[Decision] = deque(maxlen=capacity)
@@ -335,7 +335,7 @@ class DecisionLog:
         self._decisions.append(replace(decision, fleet=replace(fleet, request=request, sources=sources)))
 
     def note_delivered(self, reservation: Reservation, cached_tokens: int) -> None:
-        """Note that an attempt's first token has come, and that the replica had `cached_tokens` of the prompt."""
+        """Record that an attempt's first token has come, and that the replica had `cached_tokens` of the prompt."""
         for at in reversed(range(len(self._decisions))):
             decision = self._decisions[at]
             if decision.reservation == reservation and decision.delivered_tokens is None:

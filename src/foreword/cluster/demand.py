@@ -1,4 +1,4 @@
-"""Which requests share a beginning of prompts, and which part of a lost hit's cost one request answers for.
+"""Which requests share the beginning of their prompts, and for which part of a lost hit's cost one request answers.
 
 Prompts lie in a tree whose nodes are runs of blocks. The tree keeps the last used prompts, up to as many blocks as all
 replicas have together.
@@ -56,7 +56,7 @@ class Stretch(NamedTuple):
 
 
 class Demand:
-    """The tree. A key identifies all tokens before its block too, so equal keys mean equal beginnings."""
+    """The tree of prompts. A key identifies all tokens before its block too, so equal keys mean equal beginnings."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
@@ -65,7 +65,7 @@ class Demand:
         """Leaves of the tree, the last used at the end."""
 
     def of_prompt(self, keys: Sequence[Key]) -> list[Stretch]:
-        """The stretches of a prompt's remembered blocks, each with the numbers of requests that want it."""
+        """The stretches of a prompt's remembered blocks, each with counts of conversations and requests under way."""
         node, end, at = self._find(keys)
         stretches = []
         for each in node.path():
@@ -75,14 +75,14 @@ class Demand:
         return stretches
 
     def enter(self, keys: Sequence[Key], max_blocks: int) -> PromptNode:
-        """Add a request, under way until `leave` gets the returned node. Old prompts beyond `max_blocks` go."""
+        """Add a request, under way until `leave` gets the returned node. Forgets old prompts beyond `max_blocks`."""
         node, depth, at = self._find(keys)
         if at < len(node.keys):
             node = self._split(node, at)
         new_keys = list(keys[depth:])
         if new_keys:
             node = self._add(node, new_keys)
-        else:  # it may differ after its last whole block
+        else:  # the prompt may differ after its last whole block
             for each in node.path():
                 each.conversations += 1
         for each in node.path():
@@ -93,7 +93,7 @@ class Demand:
         return node
 
     def leave(self, node: PromptNode) -> None:
-        """Note that a request has its first token, or ended without one."""
+        """Record that a request has its first token, or ended without a token."""
         for each in node.path():
             each.under_way -= 1
 
@@ -117,7 +117,7 @@ class Demand:
         return first
 
     def _add(self, node: PromptNode, keys: list[Key]) -> PromptNode:
-        """Add blocks after a node's last one. Returns the node that has them."""
+        """Add blocks after a node's last block. Returns the node that has the new blocks."""
         self.num_blocks += len(keys)
         is_leaf = node in self._leaves
         if is_leaf and node.conversations == 1 and not node.under_way:  # the next turn of a conversation
@@ -168,7 +168,7 @@ class Demand:
 
 
 def lost_shares(stretches: Sequence[Stretch], hits: Int64Array, scale: float) -> tuple[Int64Array, FloatArray]:
-    """The number of blocks that each replica lacks and another one holds, and the part that this request answers for.
+    """The number of blocks that each replica lacks and another holds, and the part of these that this request bears.
 
     `hits` [replicas]: leading blocks that each replica holds. `scale`: requests under way at all routers, divided by
     those of this router. Both results are [replicas]. The part of one block is the smaller of
@@ -183,7 +183,7 @@ def lost_shares(stretches: Sequence[Stretch], hits: Int64Array, scale: float) ->
     depths = sorted(num_at, reverse=True)
     share, holders, at = 0.0, 0, len(stretches)
     share_at = {depths[0]: 0.0}
-    for end, begin in pairwise(depths):  # the blocks between two depths are held by those that reach the deeper one
+    for end, begin in pairwise(depths):  # replicas that reach the deeper depth hold the blocks between the two depths
         holders += num_at[end]
         while begin < end:
             while at and stretches[at - 1].end >= end:
@@ -197,6 +197,6 @@ def lost_shares(stretches: Sequence[Stretch], hits: Int64Array, scale: float) ->
 
 
 def _num_equal(keys: Sequence[Key], depth: int, node_keys: Sequence[Key]) -> int:
-    """The number of equal keys of a prompt from `depth` on and of a node. After the first difference, all differ."""
+    """The number of a node's leading keys that equal a prompt's from `depth` on. After a difference, all differ."""
     length = min(len(node_keys), len(keys) - depth)
     return bisect_left(range(length), True, key=lambda at: keys[depth + at] != node_keys[at])

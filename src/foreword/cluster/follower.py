@@ -1,6 +1,7 @@
 """Follower: keeps a correct copy of a remote cache's content, though messages are lost, repeated and reordered.
 
-It gets every batch that arrives, tells its `Sink` which blocks to store and remove, and says what to ask for (`Need`):
+The follower gets every batch that arrives, tells its `Sink` which blocks to store and remove, and says what to ask for
+(`Need`):
 
     first batch   ─> SNAPSHOT, or REPLAY from 0          a publisher's very first batch needs neither
     gap           ─> REPLAY of missing batches ─> if too old: SNAPSHOT ─> if not available: an incomplete copy
@@ -21,9 +22,9 @@ from typing import Protocol
 from foreword.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 MAX_BUFFERED = 100_000
-"""Most batches that wait for a missing one. If there are more, the follower starts again."""
+"""The most batches that wait for a missing batch. If there are more, the follower starts again."""
 NUM_REMEMBERED = 1024
-"""The number of applied batches to remember without a publisher id, so that a repeated batch is recognized."""
+"""The number of applied batches that are remembered for a publisher without an id, to recognize repeated batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ class EventBatch:
     """Events that a cache published together; a snapshot has the same form. Without events it is a heartbeat."""
 
     publisher_id: bytes | None
-    """Identifies one life of the publisher's process. None: the publisher gives no id. Then a number that goes back may
-    mean that it has restarted."""
+    """Identifies one life of the publisher's process. None: the publisher gives no id. If a number then goes back, the
+    publisher may have restarted."""
     number: int
     """Consecutive from 0 in each life. In a snapshot: the number of the last batch that it includes, or -1."""
     events: tuple[Event, ...] = ()
@@ -51,7 +52,7 @@ class EventBatch:
 
 
 class Sink(Protocol):
-    """The copy that a follower keeps right."""
+    """The copy that a follower keeps correct."""
 
     def store(self, event: BlockStored) -> None:
         """Add consecutive blocks."""
@@ -67,10 +68,10 @@ class Witness(Protocol):
     """Sees all events in order, except the events in a snapshot."""
 
     def note(self, time: float, event: Event) -> None:
-        """See an event before the sink gets it."""
+        """Called with an event before the sink gets it."""
 
     def end_batch(self, time: float) -> None:
-        """Hear that the last event of a batch was applied."""
+        """Called when the last event of a batch was applied."""
 
 
 class Need(enum.Enum):
@@ -94,7 +95,7 @@ class Follower:
         self._sink = sink
         self._has_replay, self._has_snapshot = has_replay, has_snapshot
         self._next: int | None = None
-        """The number of the next batch to apply; None before the copy has a beginning."""
+        """The number of the next batch to apply; None until the copy has a starting point."""
         self._last = -1
         """The highest batch number that has arrived."""
         self._is_complete = self._is_wrong = False
@@ -163,7 +164,7 @@ class Follower:
     def install(self, snapshot: EventBatch) -> None:
         """Take the publisher's whole state. A snapshot that is older than an exact copy is ignored."""
         if any(batch.publisher_id != snapshot.publisher_id for batch in self._later.values()):
-            self._start_again("restarts", None)  # it restarted meanwhile; we cannot know which life is the later one
+            self._start_again("restarts", None)  # the publisher restarted meanwhile; which life is later is not known
             return
         is_same = snapshot.publisher_id == self.publisher_id
         if is_same and self.is_exact and snapshot.number < self.next_number:
@@ -178,7 +179,7 @@ class Follower:
         self._go_on()
 
     def request_failed(self) -> None:
-        """Note that a request for a replay or snapshot got no usable answer in time."""
+        """Record that a request for a replay or snapshot got no usable answer in time."""
         self.counts["failed"] += 1
         if self.need is Need.REPLAY:
             self.end_replay()
@@ -191,7 +192,7 @@ class Follower:
         self._miss()
 
     def fall_silent(self) -> None:
-        """Drop the copy because the publisher's heartbeats stopped. It is followed anew when it sends again."""
+        """Drop the copy because the publisher's heartbeats stopped. If it sends again, it is followed again."""
         self._start_again("silences", None)
         self.need = Need.NOTHING
 
@@ -204,7 +205,7 @@ class Follower:
         return self.publisher_id != batch.publisher_id
 
     def _take_old(self, batch: EventBatch) -> None:
-        """Take a batch with an old number: a repeated batch or, without ids, one of a publisher that has restarted."""
+        """Take a batch with an old number: a repeated batch or, without ids, a batch of a restarted publisher."""
         if batch.publisher_id is not None or self._applied.get(batch.number) == hash(batch.events):
             self.counts["repeated"] += 1
         else:
@@ -309,7 +310,7 @@ class Follower:
             self._go_on_without()
 
     def _go_on_without(self) -> None:
-        """Go on after batches that nobody has, with an incomplete copy."""
+        """Continue after batches that nobody has, with an incomplete copy."""
         self._reset()
         self.need, self._last = Need.NOTHING, -1
         if self._later:

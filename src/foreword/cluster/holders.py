@@ -47,7 +47,7 @@ class HolderIndex:
         return len(self._holders)
 
     def add(self, keys: list[Key], slot: int) -> None:
-        """Note that the slot's replica holds these blocks."""
+        """Record that the slot's replica holds these blocks."""
         bit = 1 << slot
         if self._holders.keys().isdisjoint(keys):  # the usual case, at half the cost
             self._holders.update(dict.fromkeys(keys, bit))
@@ -56,7 +56,7 @@ class HolderIndex:
             self._holders.update(zip(keys, map(or_, held, repeat(bit)), strict=False))
 
     def discard(self, keys: Iterable[Key], slot: int) -> None:
-        """Note that the slot's replica does not hold these blocks."""
+        """Record that the slot's replica does not hold these blocks."""
         keep = ~(1 << slot)
         for key in keys:
             holders = self._holders.get(key, 0) & keep
@@ -69,7 +69,7 @@ class HolderIndex:
         return bool(self._holders.get(key, 0) >> slot & 1)
 
     def depths(self, keys: list[Key], among: int, num_slots: int, closed: bool = False) -> Int64Array:
-        """The number of leading blocks that each replica holds, [num_slots]; 0 for slots whose bit `among` lacks.
+        """The number of leading blocks that each replica holds, [num_slots]; 0 for slots whose bit is not in `among`.
 
         `closed` promises that a replica with a block has all blocks before it. Then a search replaces the walk, unless
         replicas end at very many depths.
@@ -103,7 +103,7 @@ class HolderIndex:
         return self._walk(keys, among) if levels is None else levels
 
     def _walk(self, keys: list[Key], among: int) -> Iterator[tuple[int, int]]:
-        """`_levels` for any replicas."""
+        """`_levels` of replicas that need not be closed."""
         masks = list(accumulate(map(self._holders.get, keys, repeat(0)), and_, initial=among))
         masks.reverse()  # an AND only clears bits, so these numbers ascend
         at = 0
@@ -142,7 +142,7 @@ class CopiedRun(NamedTuple):
     begin: int
     end: int
     keys: list[Key]
-    """Keys of the source's blocks, from its first one to the one that holds the run's last token."""
+    """Keys of the source's blocks, from the first block to the block that holds the run's last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +155,9 @@ class SourceHits:
     pending: npt.NDArray[np.bool_]
     """Whether the run reaches beyond what the replica has of the prompt, [runs, slots]."""
     num_blocks: int
-    """The number of different blocks of all sources, without those that the prompt has too."""
+    """The number of different blocks of all sources, without blocks that the prompt has too."""
     missing_blocks: Int64Array
-    """The number of these blocks that each replica needs and lacks, [slots]."""
+    """The number of the sources' blocks that each replica needs and lacks, [slots]."""
     copied_tokens: Int64Array
     """The number of the prompt's tokens that each replica would copy, [slots]."""
 
@@ -171,7 +171,7 @@ class SourceHits:
     ) -> SourceHits:
         """`hit_tokens`: the number of the prompt's tokens that each replica has, [slots]; `depths`: see the field."""
         begins, ends, lengths = np.array([(run.begin, run.end, len(run.keys)) for run in runs]).T[:, :, np.newaxis]
-        # A replica needs the sources of the last runs. So each block counts at the last run that has it.
+        # A replica needs the sources of the last runs, beyond its hit. So a block counts at the last run that has it.
         shared = np.array(_shared_with_later(runs, prompt_keys))[:, np.newaxis]
         pending = ends > hit_tokens
         missing = np.maximum(lengths - np.maximum(depths, shared), 0) * pending
@@ -184,7 +184,7 @@ class SourceHits:
         return list(dict.fromkeys(key for run, depth in self._needed(slot) for key in run.keys[depth:]))
 
     def last_held(self, slot: int) -> list[Key]:
-        """For each source that this replica would use, the key of the last block of it that the replica has."""
+        """For each source that this replica would use, the key of the deepest block that the replica has."""
         return list(dict.fromkeys(run.keys[depth - 1] for run, depth in self._needed(slot) if depth))
 
     def _needed(self, slot: int) -> list[tuple[CopiedRun, int]]:

@@ -1,7 +1,7 @@
 """The load of each replica: reservations, added up by slot.
 
-Prompts wait in the order of their reservations. Only the first prompt is taken as being computed, at the replica's
-rate, since the prompt before it ended. So a replica that hangs keeps its backlog:
+Prompts wait in the order of their reservations. Only the first prompt counts as being computed, at the replica's rate,
+from the time when the prompt before it ended. So a replica that hangs keeps its backlog:
 
     waiting_tokens   |== head ==|== second ==|== third ==|
     computed by now  |=====|                                 at most the head
@@ -14,8 +14,8 @@ machines and a measurement is noisy:
     mean of all   mean of all such replicas' measurements
     its rate      mean of both, where the mean of all weighs `DOUBT` measurements; if `ALIKE`, the mean of all alone
 
-So a slow first prompt, which compiled something, does not keep requests from a replica for long: its weight fades while
-other replicas are measured. A replica that is really slower is measured again, and found slower again.
+So a slow first prompt, which compiled something, does not keep requests from a replica for long: the prompt's weight
+fades while other replicas are measured. A replica that is really slower is measured again, and found slower again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from foreword.cluster.decision import Reservation
 from foreword.cluster.reuse_ages import FloatArray
 
 RATE_WEIGHT = 0.1
-"""Weight of the newest measurement of a declared rate."""
+"""The weight of the newest measurement when it corrects a declared rate."""
 MAX_RATE_STEP = 4.0
-"""Limits a measurement to this many times the known rate, and to the known rate divided by this."""
+"""A measurement counts as at most this many times the known rate, and at least the known rate divided by this."""
 DOUBT = 4.0
-"""The weight of the mean of all, in measurements, against a replica's own."""
+"""The weight of the mean of all replicas, as a number of the replica's own measurements."""
 FADING = 0.9
 """Factor by which a measurement of any replica lowers the weight of all earlier ones."""
 ALIKE = 0.25
@@ -52,7 +52,7 @@ class Rates:
         self._measured: FloatArray = np.zeros(0)
         """Means of the replicas' own measurements."""
         self._trust: FloatArray = np.zeros(0)
-        """The weight of each replica's measurements: 1 for a new one, fading."""
+        """The weight of each replica's measurements: each measurement adds 1, and fades."""
         self._is_pooled: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 
     def grow(self) -> None:
@@ -70,7 +70,7 @@ class Rates:
         self._is_pooled[slot], self._trust[slot] = False, 0.0
 
     def note(self, slot: int, measured: float) -> None:
-        """Note a measurement: a replica computed this number of tokens a second."""
+        """Record a measurement: a replica computed this number of tokens per second."""
         rate = self.tokens_per_s[slot]
         measured = min(max(measured, rate / MAX_RATE_STEP), rate * MAX_RATE_STEP)
         if not self._is_pooled[slot]:
@@ -128,7 +128,7 @@ class Work:
     slot: int
     prompt_tokens: int
     computed_tokens: int
-    """Tokens to compute before its first token, as far as the router knows."""
+    """Tokens to compute before the request's first token, as far as the router knows."""
 
 
 class Loads:
@@ -160,7 +160,7 @@ class Loads:
             self._begin_head(work.slot, now)
 
     def note_prefilled(self, reservation: Reservation, now: float, computed_tokens: int | None = None) -> bool:
-        """Note that a prompt is computed. `computed_tokens`, if given, teach the rate. False: it was noted before."""
+        """Record that a prompt is computed; `computed_tokens`, if given, measure the rate. False: it was known."""
         work = self.open.get(reservation)
         if work is None or reservation not in self._waiting[work.slot]:
             return False
@@ -175,7 +175,7 @@ class Loads:
         return True
 
     def release(self, reservation: Reservation, now: float) -> bool:
-        """Remove a request that has ended or never began. False: it was removed before."""
+        """Remove a request that has ended or never began. False: the request was removed before."""
         if reservation not in self.open:
             return False
         self.note_prefilled(reservation, now)

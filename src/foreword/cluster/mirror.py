@@ -1,7 +1,7 @@
 """The blocks of one replica: an exact mirror from its events, and the blocks that requests sent to it will add.
 
-Its `Follower` says whether the mirror equals the replica's index as of the last batch (`is_synced`). Otherwise the
-mirror is not used.
+The mirror's `Follower` says whether the mirror equals the replica's index as of the last batch (`is_synced`).
+Otherwise the mirror is not used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MEDIUM, GROUP = "device", 0
 
 
 class ReplicaMirror:
-    """The blocks of one replica, by key, in its slot of a shared `HolderIndex`. The sink of its follower."""
+    """The blocks of one replica, by key, in its slot of a shared `HolderIndex`. It is the sink of its follower."""
 
     def __init__(self, slot: int, holders: HolderIndex, ages: ReuseAges) -> None:
         self.slot = slot
@@ -77,7 +77,7 @@ class ReplicaMirror:
             if used_at is None:
                 continue
             self._ages.note_eviction(self._now - used_at)
-            if parent in self.parents and parent not in self._ends:  # it goes next
+            if parent in self.parents and parent not in self._ends:  # the parent is evicted next
                 self._ends[parent] = used_at
                 self._ends.move_to_end(parent, last=False)
         self._holders.discard(event.block_hashes, self.slot)
@@ -91,7 +91,7 @@ class ReplicaMirror:
     # ------------------------------------------------------------------ requests under way
 
     def touch(self, last: Key, now: float) -> None:
-        """Note that a request uses the prefix that ends with this block."""
+        """Record that a request uses the prefix that ends with this block."""
         if last in self._ends:
             self._ends.move_to_end(last)
             self._ends[last] = now
@@ -104,9 +104,9 @@ class ReplicaMirror:
         return self._next_claim - 1
 
     def unclaim(self, claim: int) -> None:
-        """End a claim; later calls change nothing. Blocks that no event has reported are dropped.
+        """End a claim; ending it again changes nothing. Blocks that no event has reported are dropped.
 
-        If the replica evicted blocks in between, another claim may have the same blocks. It loses them too.
+        If the replica evicted blocks in between, another claim may have the same blocks. It loses these blocks too.
         """
         keys = self._claims.pop(claim, ())
         self._holders.discard([key for key in keys if key not in self.parents], self.slot)

@@ -27,7 +27,7 @@ class RoutingOptions:
     price_weight: float = 1.0
     """Weight of the evicted blocks' price; 0 leaves it out."""
     load_slack: float = 0.25
-    """If no cache is known, a replica may have its fair part of the open requests and this share of it more."""
+    """If no cache is known, a replica may have its fair share of the open requests, times 1 plus this."""
     expectation_s: float = 60.0
     """Seconds from the first token until blocks that no event has reported are no longer expected."""
     share_load: bool = False
@@ -35,8 +35,8 @@ class RoutingOptions:
     peer_silence_s: float = 5.0
     """Seconds without an update after which another router's reservations end."""
     turn_s: float = TURN_S
-    """Seconds of a router's turn in a burst. Must be longer than updates take to reach other routers, and than their
-    clocks differ. 0: routers take no turns."""
+    """Seconds that a router's turn lasts in a burst. Must exceed the time that updates take to reach other routers, and
+    the difference between the routers' clocks. 0: routers take no turns."""
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
@@ -52,7 +52,7 @@ class ReplicaSpec:
 
     num_blocks: int
     tokens_per_s: float
-    """Prefill tokens a second; measurements correct it."""
+    """Prefill tokens a second; measurements correct this rate."""
     is_rate_known: bool = True
     """False: the rate is a guess, and the mean of measurements at such replicas replaces it (`loads.py`)."""
     decode_s: float = 0.0

@@ -12,7 +12,7 @@ NUM_DOUBLINGS = 24
 
 
 class ReuseAges:
-    """Learns how many prefixes that reach an age are used again before the age doubles, for each doubling of the age.
+    """Learns, for each doubling of the age, the share of prefixes of that age that are used before the age doubles.
 
     A new block stays in a pool for about the age at which the pool evicts. To make room for it, older blocks lose about
     one doubling of their age. So each new block costs about `chances(age)` uses (hazard rate times age).
@@ -25,12 +25,12 @@ class ReuseAges:
         """The chance of each doubling; None if it must be computed anew."""
 
     def note_reuse(self, age_s: float) -> None:
-        """Note that a prefix was used again at this age, in seconds."""
+        """Record that a prefix was used again at this age, in seconds."""
         self._reused[_doubling(age_s)] += 1
         self.note_eviction(age_s)
 
     def note_eviction(self, age_s: float) -> None:
-        """Note that a prefix was evicted at this age, in seconds."""
+        """Record that a prefix was evicted at this age, in seconds."""
         self._ended[_doubling(age_s)] += 1
         self._chances = None
 

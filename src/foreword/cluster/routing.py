@@ -85,7 +85,7 @@ class RoutingCore:
         self._holders, self._ages, self._ring, self._loads = HolderIndex(), ReuseAges(), HashRing(), Loads()
         self._demand = Demand()
         self._names: list[str] = []
-        """The replica in each slot; empty for slots in no use."""
+        """The replica in each slot; empty for unused slots."""
         self._mirrors: list[ReplicaMirror] = []
         self._slot_of: dict[str, int] = {}
         self._synced = 0
@@ -174,7 +174,7 @@ class RoutingCore:
         return self.learn(name, lambda follower: follower.take(batch), now)
 
     def install_snapshot(self, name: str, snapshot: EventBatch, now: float) -> bool:
-        """Take a replica's whole state. False: batches after it are missing, and a newer one is needed."""
+        """Take a replica's whole state. False: batches after the snapshot are missing, and a newer one is needed."""
         return self.learn(name, lambda follower: follower.install(snapshot), now)
 
     def learn(self, name: str, tell: Callable[[Follower], object], now: float) -> bool:
@@ -204,8 +204,9 @@ class RoutingCore:
     def wait_s(self, request: RoutingRequest, clock_s: float) -> float:
         """Seconds to wait before `choose`, so that routers decide one after the other; 0.0 if there is one router.
 
-        `clock_s` is the time of a clock that all routers share, such as `time.time()`. Short prompts do not wait. If
-        another router does not know a choice, requests are delayed by that prompt's time. A wait must be much shorter.
+        `clock_s` is the time of a clock that all routers share, such as `time.time()`. If another router does not know
+        a choice, its requests can be delayed by that prompt's prefill. A wait must be much shorter, so short prompts do
+        not wait.
         """
         wait_s = time_to_turn(self.router, self._peers, self.options.turn_s, clock_s)
         table = self._loads.table
@@ -215,7 +216,7 @@ class RoutingCore:
     def choose(
         self, request: RoutingRequest, now: float, exclude: Collection[str] = (), *, is_counted: bool = True
     ) -> Decision:
-        """Choose a replica that is not in `exclude` and reserve the work there. Releases an earlier attempt.
+        """Choose a replica that is not in `exclude` and reserve the work there. Releases the request's earlier attempt.
 
         `is_counted`: False for work that no client asked for; `counts` and `log` leave it out.
 
@@ -327,7 +328,7 @@ class RoutingCore:
         self._tell(Change.RESERVED, reservation, work.prompt_tokens, work.computed_tokens)
 
     def note_first_token(self, reservation: Reservation, now: float, cached_tokens: int) -> None:
-        """Note that the first token has come, and that the replica had `cached_tokens` exact tokens of the prompt."""
+        """Record that the first token has come, and that the replica had `cached_tokens` exact tokens of the prompt."""
         work, expected = self._loads.open.get(reservation), self._expected.get(reservation)
         if work is None or expected is None:
             return
@@ -353,7 +354,7 @@ class RoutingCore:
         return RoutingCounts(*map(sum, zip(*map(astuple, self.counts.values()), strict=True)))
 
     def release(self, reservation: Reservation, now: float) -> bool:
-        """Release a request that has ended, was rejected or died with its replica. False: it was released before."""
+        """Release a request that ended, was rejected or died with its replica. False: it was released before."""
         if not self._loads.release(reservation, now):
             return False
         expected = self._expected.pop(reservation, None)
