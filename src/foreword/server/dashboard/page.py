@@ -271,7 +271,7 @@ class View:
             return Html(test_id=test_id)
 
     async def _reset(self, _: events.ClickEventArguments) -> None:
-        question = "Forget all cached prefixes? The next requests compute theirs anew. Pins end, too."
+        question = "Forget all cached prefixes? The next requests compute their prompts again. Pins end, too."
         if not await confirmed(question, "Reset"):
             return
         with told():
@@ -360,7 +360,7 @@ class View:
 
 
 def tokens_per_second(records: Sequence[RequestRecord], now: float) -> tuple[float, float]:
-    """Return generated tokens per second of the last `RATE_S`, and tokens per second of prompts with a first token."""
+    """Return tokens per second over the last `RATE_S` seconds: of answers, and of prompts that got a first token."""
     generated = prompts = 0.0
     for record in records:
         times = list(record.token_times)  # a copy, because the engine's thread appends to it

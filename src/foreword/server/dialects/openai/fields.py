@@ -332,9 +332,10 @@ class ChatRequest(_ChoicesCall):
     thinking_budget: Count | None = None
     link: Link | None = Field(
         None,
-        description="Method by which what follows an edit is copied from an earlier prompt of the session, such "
-        "as first-16. Approximate: the answer says so in `approximate`. Left out: exact. The server must allow it "
-        "(--allow-links), with figures of edits (`foreword pml measure --tasks independent,parameters,edit`).",
+        description="Method that copies the KV of the tokens after an edit from an earlier prompt of the session, such "
+        "as first-16. The answer is then approximate, and names the method in `approximate`. Without this field it is "
+        "exact. The server must allow links (--allow-links), with measurements of edits (`foreword pml measure --tasks "
+        "independent,parameters,edit`).",
     )
 
 
@@ -456,8 +457,11 @@ class ModulesRequest(TextCall):
     modules: dict[str, Any] | None = Field(None, description="For each module, its arguments and nested modules.")
     text: str | None = Field(None, description="Text after the modules.")
     messages: dict[Word, str] | None = Field(None, description="Texts of messages by role, after the modules.")
-    positions: Word = Field("schema", description="Of the schema's parts: schema, shift or dense.")
-    trailing: Word = Field("last", description="After what the text after all modules stands: last, or schema.")
+    positions: Word = Field("schema", description="How the schema's parts get positions: schema, shift or dense.")
+    trailing: Word = Field(
+        "last",
+        description="Where text after the last module begins: after the last part (last) or the schema (schema).",
+    )
     documents: Annotated[list[str | SomeTokenIds], Field(min_length=1, fail_fast=True)] | None = Field(
         None, description="Texts, or lists of token ids, that can be linked in any order, in place of a schema."
     )
@@ -468,8 +472,9 @@ class ModulesRequest(TextCall):
     )
     link: Link | None = Field(
         None,
-        description="Method by which the parts are reused at any position, such as first-16. Approximate: the answer "
-        "says so in `approximate`. Left out: exact. The server must allow it (--allow-links).",
+        description="Method that reuses the KV of parts at any position, such as first-16. The answer is then "
+        "approximate, and names the method in `approximate`. Without this field it is exact. The server must allow "
+        "links (--allow-links).",
     )
 
 
