@@ -29,7 +29,7 @@ MOST_LISTED = 256
 
 @router.get("/health", tags=["server"])
 async def health(request: Request) -> Response:
-    """Answer 200 while the engine works, otherwise 503. Names the listeners (records, traces) that are failing."""
+    """Answer 200 while the engine works, otherwise 503. The body names the failing listeners to requests."""
     service = service_of(request)
     failing = {
         listener.name: {"reason": listener.failure, "failures": listener.num_failures, "lost": listener.num_lost}
@@ -151,7 +151,7 @@ async def explain(request: Request, request_id: str | None = None, limit: int = 
 
 
 def _service(request: Request) -> Service:
-    """Return the service. Raises APIError 401 or 403 unless an operator asks, 404 if a single engine serves."""
+    """Return the service. Raises APIError 401 or 403 if the caller is no operator, 404 if a single engine serves."""
     service = service_of(request)
     service.operators.check(request.scope)
     if service.thread.report() is None:

@@ -28,7 +28,7 @@ _KINDS = {408: "timeout", 429: "rate_limit_error"}
 
 
 class APIError(ForewordError):
-    """An error that becomes the answer. `str(error)` is its message."""
+    """An error that becomes the answer to a call. `str(error)` is its message."""
 
     def __init__(
         self,

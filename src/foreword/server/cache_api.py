@@ -294,7 +294,7 @@ async def delete_entry(entry_id: str, request: Request) -> Response:
 
 
 async def _visible(request: Request) -> tuple[str | None, bool]:
-    """Return the owner whose entries the caller may see and change, and whether the caller may do so with all."""
+    """Return `owner, of_all`: the caller may see and change this owner's entries, or, if `of_all`, all entries."""
     service = service_of(request)
     if service.operators.is_operator(request.scope):
         return None, True

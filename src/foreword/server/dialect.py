@@ -21,7 +21,7 @@ Event = tuple[str | None, dict[str, Any] | str]
 
 
 class Dialect(ABC):
-    """One API. Its folder has its fields, endpoints and answers."""
+    """One API. The dialect's folder has the API's fields, endpoints and answers."""
 
     name: ClassVar[str]
     """The dialect's name. It may stand before every path of the dialect: /anthropic/v1/messages is /v1/messages."""

@@ -35,7 +35,7 @@ from foreword.server.verbs import T, Ts, Verb
 logger = logging.getLogger(__name__)
 
 STORE_POLL_S = 0.01
-"""Seconds between two checks of the stores of tiers while no request runs."""
+"""Seconds between two calls of `Engine.store_on` while no request runs."""
 MAX_FAILED_STEPS = 3
 """Number of successive failed steps after which the engine, not a request, counts as broken."""
 
@@ -112,7 +112,7 @@ class EngineDoor(Protocol):
         """Run a verb on every engine between two steps, and merge the results. Raises the verb's exceptions."""
 
     async def change(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
-        """Run a verb that changes something, in the way of `ask`. An engine that stands still runs the verb before it
+        """Do what `ask` does, for a verb that changes something. An engine that stands still runs the verb before it
         takes requests again. So the verb may run late, or twice.
         """
         return await self.ask(verb, *arguments)

@@ -61,7 +61,7 @@ Outcome = Literal["accepted", "deferred", "clipped", "missing", "rejected", "ign
 """deferred: done once the answer has ended; clipped: keeps less than was asked; missing: there is nothing to act on;
 rejected: refused because of its payload or this server's settings; ignored: unknown here."""
 WHOLE = 2**63
-"""An end beyond any prompt, for hints that ask to keep the answer too. Only prompts are kept: the hint is clipped."""
+"""An end beyond any prompt, for hints that ask to keep the answer too. Only the prompt is kept ("clipped")."""
 
 
 _RANKS: Sequence[Outcome] = get_args(Outcome)

@@ -21,7 +21,7 @@ MESSAGE_BYTES = 300
 
 
 class KeptResponses:
-    """Answers and their conversations, by response id. Beyond a limit, the largest tenant loses its oldest response.
+    """Answers and their conversations, by response id. Beyond a limit, the tenant with most loses its oldest response.
 
     Answers are kept as JSON text, because a dictionary of log probabilities takes several times the memory. Any thread
     may call `keep`; the other methods belong to the event loop.

@@ -57,7 +57,7 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 class MediaDomains:
-    """Fetches pictures from some domains. Any thread may call it."""
+    """Fetches pictures from the allowed domains. Any thread may call it."""
 
     def __init__(
         self,

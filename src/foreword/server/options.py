@@ -35,7 +35,7 @@ class ServerConfig:
     lora_modules: tuple[str, ...] = ()
     """Adapters that clients may give as `model`, as name=path; needs `enable_lora`."""
     served_model_name: tuple[str, ...] = ()
-    """Name of the model for clients; of several, answers show the first. Without it: the last part of the folder or
+    """Names of the model for clients; answers show the first. Without this option: the last part of the folder or
     hub id."""
     api_key: str | None = None
     """One key for everybody, or FOREWORD_API_KEY; `keys_file` has several tenants. None: the server asks for no key."""
@@ -44,9 +44,9 @@ class ServerConfig:
     operator_key: str | None = None
     """Opens /dashboard, /metrics, /reset_prefix_cache and the whole of /v1/cache; or FOREWORD_OPERATOR_KEY."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages that may ask from a browser (CORS), such as https://chat.example.com; "*": all of them."""
+    """Origins of web pages that may call the server (CORS), such as https://chat.example.com; "*": all origins."""
     root_path: str = ""
-    """Path under which a proxy shows the server, such as /llm, whether the proxy strips it or not."""
+    """Path under which a proxy publishes the server, such as /llm. The proxy may strip the path, or pass it on."""
     dashboard: bool = True
     """Show /dashboard, if its packages are installed."""
     otlp_traces_endpoint: str | None = None
@@ -54,7 +54,7 @@ class ServerConfig:
     record: Path | None = None
     """File to which requests are recorded for `foreword replay`, without their text."""
     server_secret: str | None = None
-    """Secret that keeps tenants' cached prefixes apart, or FOREWORD_SERVER_SECRET. None: a random one at each start."""
+    """Secret that separates tenants' cached prefixes, or FOREWORD_SERVER_SECRET. None: a random one at each start."""
     share_prefix: tuple[Path, ...] = ()
     """Text files. Prompts of any tenant that begin with such a text share its tokens in the cache."""
     allow_media_domain: tuple[str, ...] = ()

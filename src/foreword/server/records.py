@@ -136,7 +136,7 @@ class RequestRecord:
     link_method: str | None = None
     """The method of linking that the call asked for; None for a plain prompt."""
     linked_from: int | None = None
-    """The index of the first linked token; None: all tokens are computed."""
+    """The index of the first linked token; None: no token is linked."""
     has_gaps: bool = False
     """Whether tokens have other positions than in the plain prompt."""
     jumps: tuple[tuple[int, int], ...] = ()
@@ -157,7 +157,7 @@ class RequestRecord:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the keys of its KV depend on its tokens and its salt alone."""
+        """Whether the keys of the prompt's KV depend only on its tokens and its salt."""
         return not (self.spans or self.jumps or self.link_method or self.adapter or self.adapter_begins_inside)
 
     @property

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CONTINUATIONS = ("", "a", " a", "A", "1", ".", "\n", "\n\n")
-"""Texts that may follow a public text. They show which of its last tokens depend on the text that follows."""
+"""Texts that may follow a public text. They show which last tokens of the public text depend on what follows."""
 
 LONG_TEXT = 4_000
 """Length in characters from which texts are tokenized in a thread, not on the event loop."""
@@ -574,7 +574,7 @@ class Service:
         return ExtraKeys(salt=salt, salt_offset=num_shared(prompt, self._shared_prefixes))
 
     def placed(self, prompt: Prompt, salt: str | None, adapter: Adapter | None) -> Prompt:
-        """Return a prompt in the namespace of a salt. It keeps its keys for an adapter and for pictures."""
+        """Return a prompt in the namespace of a salt. The prompt keeps its keys for an adapter and for pictures."""
         extra_keys, keys = self._extra_keys(prompt.token_ids, salt), prompt.extra_keys
         extra_keys = replace(extra_keys, adapter=keys.adapter, adapter_offset=keys.adapter_offset, spans=keys.spans)
         return replace(prompt, extra_keys=extra_keys, adapter=prompt.adapter or adapter)

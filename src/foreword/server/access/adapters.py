@@ -1,4 +1,4 @@
-"""The adapters that a server offers as models, by name. The engine knows adapters by their content alone."""
+"""The adapters that a server offers as models, by name. The engine identifies an adapter by its content."""
 
 from __future__ import annotations
 

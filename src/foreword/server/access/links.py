@@ -1,4 +1,4 @@
-"""The methods of linking that a server offers. The operator allows linking, and a gate refuses inexact methods."""
+"""The methods of linking that a server offers. A gate refuses methods that lose too many right answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 LEAST_SHARE = 0.95
 """Default of `link_gate`: the 95% interval of a method's loss is at most 5 right answers in 100 prompts."""
 MOST_SOURCES = 1024
-"""Limit of a prompt's sources. Until all sources are cached, the engine looks for each source in every step."""
+"""Limit of a prompt's sources, because the engine looks for each source in every step until all are cached."""
 
 
 def read_gate(config: ServerConfig, *, allows_links: bool) -> Gate | None:
@@ -51,7 +51,7 @@ class ServedLinks:
     """Limit of the tokens of one prompt's sources. More tokens do not fit into the pool together."""
     choosing: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
     """Held during a pass through the model's first layers, by which some methods choose tokens. So only one such pass
-    runs at a time beside the engine."""
+    runs at a time while the engine works."""
 
     @classmethod
     def of(cls, config: ServerConfig, *, allows_links: bool, model_id: str, max_source_tokens: int) -> ServedLinks:
@@ -72,7 +72,7 @@ class ServedLinks:
     def method(self, name: str) -> Method:
         """Return the method of a request. Raises InvalidRequestError if it is unknown, or refused for all prompts.
 
-        `check_parts` decides later about the prompt, which may have gaps between its positions.
+        `check_parts` checks the method later for the prompt's parts, which may have gaps between their positions.
         """
         method = self._known(name)
         if self.gate is not None and not self.gate.serves(method.name, has_gaps=True):

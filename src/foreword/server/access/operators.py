@@ -116,6 +116,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_same_origin(headers: Mapping[str, str]) -> bool:
-    """Say whether the call comes from this server's own web page, or from no web page. Browsers name the page."""
+    """Say whether the call comes from this server's own web page, or from no web page, by the header `Origin`."""
     origin = headers.get("origin")
     return origin is None or urlsplit(origin).netloc == headers.get("host")

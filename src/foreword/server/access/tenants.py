@@ -54,9 +54,9 @@ class Tenant:
     name: str
     max_cached_blocks: int | None = None
     priorities: tuple[int, int] | None = None
-    """The lowest and the highest priority that its requests may have; None: any priority."""
+    """The lowest and the highest priority that the tenant's requests may have; None: any priority."""
     adapters: frozenset[str] | None = None
-    """The names of the adapters that it may use; None: all adapters."""
+    """The names of the adapters that the tenant may use; None: all adapters."""
 
     def may_use(self, adapter: str) -> bool:
         return self.adapters is None or adapter in self.adapters
@@ -274,7 +274,7 @@ class Quotas:
             self._limits.pop(tenant.name, None)
 
     def enforce(self, ended: Sequence[Ended]) -> None:
-        """Shrink the cached blocks of each tenant with an ended request to the tenant's quota."""
+        """For each tenant with an ended request, evict the cached blocks beyond the tenant's quota."""
         for name in {request.job.record.tenant for request in ended}:
             limit = self._limits.get(name)
             if limit is not None:
@@ -290,7 +290,7 @@ def read_prefix(path: Path) -> str:
 
 
 def num_shared(prompt: TokenIds, prefixes: Sequence[TokenIds]) -> int:
-    """Count the leading tokens of a prompt that are public: the longest of `prefixes` that it begins with.
+    """Return the number of a prompt's public tokens: the length of the longest of `prefixes` that begins the prompt.
 
     Only whole prefixes count. If a prompt ends or differs inside a public prefix, no token of this prefix is shared.
     """

@@ -57,7 +57,7 @@ class BodyLimits:
         return self.max_model_len * self.max_token_characters
 
     def most_bytes(self, model: type[Body]) -> int:
-        """Return the limit of a body's bytes, which is enough for prompts of the greatest length, or for pictures."""
+        """Return the limit of a body's bytes. It is high enough for the longest prompts, or for pictures."""
         if self.max_pictures and model.HOLDS != "prompts":
             return self.max_body_bytes
         num_bytes = BYTES_PER_CHARACTER * self.max_characters + BYTES_PER_TOKEN * self.max_model_len + NUM_OTHER_BYTES

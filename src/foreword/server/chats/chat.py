@@ -166,7 +166,7 @@ class ChatAnswer:
 
 
 def with_calls(parts: Sequence[Part], max_calls: int) -> list[Part]:
-    """Return the parts without the calls after the first `max_calls` calls."""
+    """Return the parts with at most the first `max_calls` calls."""
     numbers = itertools.count()
     return [part for part in parts if not isinstance(part, Call) or next(numbers) < max_calls]
 
@@ -305,7 +305,7 @@ def arguments_of(call: Call) -> dict[str, Any] | None:
 
 
 def bytes_per_token(num_top: int | None) -> int:
-    """Estimate a token's bytes in an answer that has its log probability and `num_top` others' (None: has none)."""
+    """Estimate a token's bytes in an answer with `num_top` other tokens' log probabilities (None: without any)."""
     return 8 if num_top is None else 128 * (1 + num_top)
 
 

@@ -23,7 +23,7 @@ from foreword.text import Tokenizer
 TokenIds = npt.NDArray[np.int32]
 _PLACE = re.compile(r"\{(query|document|input|instruction)\}")
 RANKING, CLASSIFYING = ("query", "document"), ("input",)
-"""The places that a template must have, by its purpose."""
+"""The places that a template must have, by the template's purpose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class ScoreTemplate:
         return tokenizer.render_chat(self.messages(texts, instruction), template_inputs=self.template_inputs)
 
     def label_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the tokens of the labels. Raises ConfigError for a label of several tokens, or equal tokens."""
+        """Return the tokens of the labels. Raises ConfigError for a label of several tokens, or two equal labels."""
         encoded = [tokenizer.encode_part(label) for label in self.labels]
         long = next((label for label, ids in zip(self.labels, encoded, strict=True) if len(ids) != 1), None)
         if long is not None:

@@ -172,7 +172,7 @@ class Prefixes:
             ui.notify("Unpinned.")
 
     def _chosen_prompt(self) -> Prompt | None:
-        """Return a prompt that begins with the chosen prefix. If no recent request does, tell the viewer."""
+        """Return a prompt that begins with the chosen prefix. If no recent prompt does, tell the viewer."""
         prompt = prompt_of_prefix(self._service, self._nodes, self._chosen or "")
         if prompt is None:
             ui.notify("No recent request begins with this prefix; pin it with LLM.pin_prefix().", type="warning")

@@ -115,7 +115,7 @@ class Insight:
         self.curve: Sequence[CurvePoint] = ()
         """Estimated hit rates at the last look, for the pool's size and larger sizes; empty without an estimate."""
         self.num_saved_seconds = 0.0
-        """Seconds of prefill that hits saved, estimated by the mean time per computed token when each request ended."""
+        """Estimate of the prefill seconds that hits saved: found tokens, times the mean seconds per computed token."""
         records.on_finished(Listener("saved_seconds", self._count_saved))
 
     async def look(self, max_age_s: float = 0.0) -> Snapshot:

@@ -32,7 +32,7 @@ RETRY_S = 1.0
 
 
 class Recorder:
-    """Writes a request once it and all requests that arrived earlier have ended, so the file is in order of arrival.
+    """Writes a request after the end of all requests that arrived before it, so the file is in order of arrival.
 
     Requests that were refused before they ran are left out. Prompts of different tenants share no blocks, so they have
     no ids in common. For a linked request, only the tokens before the first link are written, because no prefix lookup

@@ -248,7 +248,7 @@ class ContentFolder:
 
 
 def newer_content(content_id: str, what: str) -> APIError:
-    """Return error 409: a newer version of foreword wrote the content. `what`: the part that this version lacks."""
+    """Return error 409: a newer version of foreword wrote the content. `what`: what this version cannot read."""
     return APIError(
         409,
         f"The cached content {content_id!r} was written {what} by a newer version of foreword, which this server "

@@ -288,7 +288,7 @@ _REASONS = (
     MissReason.MEDIA_DIFFERS,
     MissReason.STATE_NOT_SAVED,
 )
-"""Reasons that a stream can show. Each label exists from the start, so that its first miss changes a rate."""
+"""Reasons that a stream can show. Each label exists from the start, because a new label's first value has no rate."""
 
 
 def _refusal(_: Request, error: APIError) -> Response:

@@ -225,7 +225,7 @@ class Report:
         return self.state == "exact" and self.seen.is_exact
 
     def bound(self, least: str, about: str) -> str:
-        """Return the words before the printed rate: `least` for a bound, `about` for an estimate, empty if exact."""
+        """Return the words before the printed rate: `least` for a lower bound, `about` for an estimate, "" if exact."""
         return "" if self.is_exact else least if self.seen.is_bound else about
 
     def as_dict(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from foreword.text.conversation import Place, joined_parts
 
 TTL_S = {"30m": 1800.0, "12h": 43_200.0}
 MOST_MARKS = 4
-"""Limit of the marks of a prompt, the automatic mark included. The latest marks count."""
+"""Limit of the marks of a prompt, the automatic mark included. If a call has more, only the latest count."""
 FORGOTTEN = "forgotten"
 """The reason if the cache has no record of the prompt any more: it was reset, or evicted the prompt long ago."""
 UNCACHED = "uncached"

@@ -16,7 +16,7 @@ from foreword.text.detokenizer import REPLACEMENT
 
 
 def usage(answer: AnswerStream, service: Service, num_reasoning: int, *, hides_answer: bool) -> dict[str, Any]:
-    """Return `usage` of chat and completions, over all prompts of a call. With `hides_answer`, no answer is counted."""
+    """Return `usage` of chat and completions, over all prompts of a call. `hides_answer`: count no answer."""
     outputs, params = answer.outputs, answer.jobs[0].params
     prompt, cached, completion = _num_tokens(outputs)
     completion = 0 if hides_answer else completion
@@ -90,7 +90,7 @@ def _of_pictures(outputs: Sequence[RequestOutput]) -> dict[str, int]:
 
 
 def _from_tiers(outputs: Sequence[RequestOutput], llm: LLM) -> dict[str, Any]:
-    """Return cached tokens by tier; empty without tiers. `cache_exact` is false if another arithmetic may be theirs."""
+    """Return cached tokens by tier; empty without tiers. `cache_exact`: false if other arithmetic may have made them."""
     names = llm.engine.tier_names
     if not names:
         return {}
@@ -130,7 +130,7 @@ def completion_logprobs(
 def _top(tokenizer: Tokenizer | None, chosen: int, of_position: TokenLogprobs, num_top: int) -> dict[str, float]:
     """Return log probabilities of the likeliest tokens and the chosen token, by text.
 
-    If several tokens have the same text, it names the chosen token, or else the likeliest. Ids name the other tokens.
+    If several tokens have the same text, the text names the chosen or else the likeliest token, and ids the others.
     """
     ids_by_text = {_text(tokenizer, chosen): chosen}
     for other, logprob in sorted(of_position.items(), key=lambda item: item[1].rank):
