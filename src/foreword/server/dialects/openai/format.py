@@ -90,7 +90,7 @@ def _of_pictures(outputs: Sequence[RequestOutput]) -> dict[str, int]:
 
 
 def _from_tiers(outputs: Sequence[RequestOutput], llm: LLM) -> dict[str, Any]:
-    """Return cached tokens by tier; empty without tiers. `cache_exact`: false if other arithmetic may have made them."""
+    """Return cached tokens by tier; empty without tiers. `cache_exact`: false if other arithmetic may have made any."""
     names = llm.engine.tier_names
     if not names:
         return {}
