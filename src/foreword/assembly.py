@@ -97,7 +97,7 @@ class Assembled:
     default_sampling: SamplingParams
     """Default sampling parameters of requests."""
     pooling: Pooling
-    """Turns a text's hidden states into a vector."""
+    """Turns the hidden state of a text's last token into an embedding."""
     deviations: LinkDeviations | None = None
     """Finds the linked tokens that deviate; None if nothing may be linked."""
     keep_times: Callable[[], None] = lambda: None
@@ -263,8 +263,8 @@ def plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:
 def identify(config: EngineConfig, model: LoadedModel, weights: str | None, probe: str) -> CacheIdentity:
     """Return the identity of the model and the arithmetic whose KV the cache holds.
 
-    `weights` is the digest of the weights' files, and `probe` the digest of a computation. If `weights` is None, no
-    other process has this identity.
+    `weights` is the digest of the weights' files, and `probe` a digest of the model's results for a short prompt. If
+    `weights` is None, no other process has this identity.
     """
     from foreword.model.identity import arithmetic_facts, layout_facts, model_facts
 
@@ -343,7 +343,7 @@ def _other_identities(config: EngineConfig, ours: CacheIdentity, tiers: Sequence
 
 
 def _host_tier(options: TierConfig, model: LoadedModel, memory: BlockBytes, num_groups: int) -> list[Tier]:
-    """Open the tier of pinned memory below a GPU's pool; empty if `cache_host_bytes` is not given."""
+    """Open the tier of pinned memory below a GPU's pool; an empty list if `cache_host_bytes` is not given."""
     if options.cache_host_bytes is None:
         return []
     from foreword.model.gpu.device import CudaDevice
@@ -497,7 +497,7 @@ def make_runner(model: LoadedModel, storage: KVStorage, limits: RunnerLimits) ->
 
 
 def load_grammars(tokenizer: Tokenizer | None, limits: ModelLimits) -> Grammars:
-    """Return the object that makes constraints of answers.
+    """Return the object that makes constraints on answers.
 
     Raises InvalidRequestError without llguidance, or if the model has no fast tokenizer with an end token.
     """

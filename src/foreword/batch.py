@@ -13,8 +13,8 @@ sample, the new batch has 0:
     before       samples      3      7      -
     token_ids    0      0     4 4 4 4       expected (0, 0), (1, 1)
 
-A request may end with drafts: guesses at its next tokens, which the step computes and checks. It samples a token after
-its last known token and after each draft, and the result has a row for each:
+A request may end with drafts: guesses at its next tokens, which the step computes and checks. The request samples a
+token after its last known token and after each draft, and the result has a row for each sampled token:
 
     request      0          1           2
     token_ids    5 6 7      3 d e       4       d, e: drafts of request 1
@@ -81,7 +81,7 @@ class Entries:
     facts: FactRows
     """[entries]"""
     drafts: Drafts = field(default_factory=lambda: NO_DRAFTS)
-    """The guessed tokens at the ends of spans. Only entries with one known token have drafts."""
+    """The guessed tokens at the end of an entry's tokens. Only entries with one known token have drafts."""
     samples: BoolArray = field(init=False)
     """[entries]: whether the entry reaches the end of its sequence."""
 
@@ -116,7 +116,7 @@ class Entries:
         return counts
 
     def known_ends(self) -> Int64Array:
-        """Return the end of each span's known tokens, [entries]."""
+        """Return the end of each entry's known tokens, [entries]."""
         return self.ends - self.num_drafts() if self.drafts else self.ends
 
     def result_rows(self) -> Int64Array:
@@ -194,7 +194,8 @@ class Batch:
     prompt_ends: IntArray | None = None
     """[requests]: the first position of generated tokens. None: all tokens belong to prompts."""
     moves: tuple[Move, ...] = ()
-    """Moves that happen after the copies and before anything is written. No move reads a slot that another writes."""
+    """Moves that happen after the copies and before anything is written. No move reads a slot that another move
+    writes."""
     rotary: IntArray | None = None
     """[num_tokens] or [3, num_tokens]: positions by which each token's query and key are rotated. None: `positions`."""
     adapted: Adapted | None = None
@@ -326,7 +327,7 @@ def _rotary(entries: Entries, positions: IntArray, query_starts: IntArray) -> In
 
 
 def _adapted(entries: Entries, positions: IntArray, query_starts: IntArray) -> Adapted | None:
-    """Return the tokens that adapters change; None if no adapter has begun."""
+    """Return the tokens that adapters change; None if adapters change no token."""
     asking = entries.facts["is_adapted"].nonzero()[0]
     adapters: list[Adapter] = []
     numbers = np.full(len(positions) if len(asking) else 0, -1, np.int64)

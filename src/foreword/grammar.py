@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Kind = Literal["json", "regex", "choice", "grammar", "lark"]
 _NAMES = {"json": "JSON schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "lark": "grammar"}
 MAX_SOURCE_CHARACTERS = 128 * 1024
-"""Most characters of a schema or grammar. Compiling one of this length takes about a second and 32 MB."""
+"""Most characters of a schema or grammar. Compiling a text of this length takes about a second and 32 MB."""
 MAX_COMPLAINT = 300
 """Most characters of a message about an error in a grammar."""
 MAX_LEXER_STATES = 25_000
@@ -49,7 +49,7 @@ _BROKEN: dict[str, tuple[str, ...]] = {
     "repetition operator missing expression": ("{", "(?"),
     "invalid repetition count range": (),
 }
-"""Fault, in llguidance's words -> texts with which a pattern with this fault is valid in some dialect."""
+"""Fault, in llguidance's words -> texts that make a pattern with this fault valid in some dialect."""
 
 
 def with_deep_stack(work: Callable[[], T]) -> T:
@@ -115,11 +115,14 @@ class Grammars:
         self.kept = KeptGrammars()
 
     def lark(self, grammar: str) -> Callable[[], TokenConstraint]:
-        """Return a function that opens constraints to a Lark grammar. Raises InvalidRequestError if it is unusable."""
+        """Return a function that makes constraints by a Lark grammar.
+
+        Raises InvalidRequestError for an unusable grammar.
+        """
         return self._open("lark", grammar)
 
     def open(self, params: StructuredOutputsParams) -> Callable[[], TokenConstraint]:
-        """Return a function that opens constraints to a form. Raises InvalidRequestError if the form is unusable."""
+        """Return a function that makes constraints by a form. Raises InvalidRequestError for an unusable form."""
         if params.json is not None:
             return self._open("json", json.dumps(params.json))
         if params.regex is not None:
@@ -148,13 +151,13 @@ class Grammars:
     def _open(self, kind: Kind, source: str) -> Callable[[], TokenConstraint]:
         matcher = self.kept.get(kind, source)
         if matcher is None:
-            # Recursion follows a chain of references: 1,000 of them overflow a usual stack.
+            # The compiler recurses along chains of references: 1,000 references overflow a usual stack.
             matcher = with_deep_stack(lambda: self._compile(kind, source))
             self.kept.keep(kind, source, matcher)
         return _Opener(self, kind, source, matcher)
 
     def _compile(self, kind: Kind, source: str) -> Any:
-        """Compile a matcher at its beginning, from which copies are made."""
+        """Compile a matcher that has read no token. Each answer gets a copy of it."""
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise InvalidRequestError(
                 f"the {_NAMES[kind]} has {len(source)} characters; at most {MAX_SOURCE_CHARACTERS} are taken, write a "
@@ -177,7 +180,7 @@ class Grammars:
 
 @dataclass(frozen=True, slots=True)
 class _Opener:
-    """Opens constraints of one grammar. When it is unpickled, the grammar is compiled for that process's tokenizer."""
+    """Makes constraints by one grammar. Unpickling compiles the grammar for the tokenizer of the process."""
 
     grammars: Grammars
     kind: Kind

@@ -52,7 +52,7 @@ _ON_ITS_SIDE = range(5, 9)
 """Orientations that swap height and width."""
 Pixels = npt.NDArray[np.uint8]
 MOST_KNOWN = 4096
-"""The number of files whose digests are remembered."""
+"""The most files whose digests are remembered."""
 _KINDS = ("image", "image_pil", "image_url")
 
 

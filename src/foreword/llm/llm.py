@@ -57,7 +57,7 @@ class LLM:
 
     Options are the fields of `foreword.config.ModelConfig`, `CacheConfig`, `TierConfig` and `SchedulerConfig`, and
     `seed`. Options that only vLLM has are accepted with values that change nothing. Raises ModelLoadError,
-    UnsupportedModelError or ConfigError. It is a context manager; `close()` frees the memory.
+    UnsupportedModelError or ConfigError. An LLM is a context manager; `close()` frees its memory.
     """
 
     def __init__(self, model: str, **options: Unpack[EngineKeywords]) -> None:
@@ -368,7 +368,7 @@ class LLM:
 
     @property
     def grammars(self) -> Grammars:
-        """Makes constraints of answers. Raises InvalidRequestError if the model cannot have constraints."""
+        """Makes constraints on answers. Raises InvalidRequestError if the model cannot have constraints."""
         if self._grammars is None:
             self._grammars = load_grammars(self.tokenizer, self.engine.limits)
         return self._grammars
@@ -424,7 +424,7 @@ class LLM:
         return Prompt(token_ids, message_ends=ends, begins_reply=not continues)
 
     def read_prompt(self, prompt: PromptInput) -> Prompt:
-        """Turn a user's prompt into the engine's. Any thread may call it. Raises InvalidRequestError."""
+        """Turn a user's prompt into a prompt for the engine. Any thread may call it. Raises InvalidRequestError."""
         return self._prompts.read(prompt)
 
     def _prompt(
@@ -616,7 +616,7 @@ class Chat:
         """Index of an answer -> the number of its characters that were given to its reader."""
 
     def limited(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with a limit of the thinking. Raises InvalidRequestError for an impossible budget."""
+        """Return the parameters with a limit on thinking. Raises InvalidRequestError for an impossible budget."""
         limit = self._turn.limit(
             params.open_constraint,
             budget=self._budget,

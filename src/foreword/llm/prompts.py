@@ -41,7 +41,7 @@ class Prompts:
         embeds: EmbedsReader | None = None,
         refusal: str = "takes no images",
     ) -> None:
-        """`model`: its name, for errors. `deviations` serves methods that choose by deviation; None: nothing may be
+        """`model`: the name for errors. `deviations` serves methods that choose by deviation; None: nothing may be
         linked.
 
         `pictures` reads pictures; None: the model takes no pictures, and errors say the `refusal`. `embeds` reads
@@ -112,9 +112,9 @@ class Prompts:
         return replace(parsed, session=session), composition
 
     def edited(self, prompt: Prompt, before: str | Sequence[int] | RequestOutput) -> Composition:
-        """Return the parts of a prompt that was made from an earlier prompt, `before`: its text, tokens or output.
+        """Return the parts of a prompt that was made from an earlier prompt.
 
-        Raises InvalidRequestError.
+        `before`: the text, the tokens or the output of the earlier prompt. Raises InvalidRequestError.
         """
         if isinstance(before, RequestOutput):
             before = [*before.prompt_token_ids, *before.outputs[0].token_ids]

@@ -100,7 +100,7 @@ class LinkDeviations:
     def measure(self, token_ids: IntArray, links: Links, salt: str | None = None) -> FloatArray:
         """The squared deviation of each linked token of a prompt, [tokens]; 0 for tokens in no run.
 
-        `salt`: the tenant's salt. Each salt has its own kept sources, so that nobody learns from a time what others
+        `salt`: the tenant's salt. Each salt has its own kept sources, so that response times do not show what others
         link. Raises InvalidRequestError for a prompt that the model cannot compute.
         """
         if self._beginning is None:

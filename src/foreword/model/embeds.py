@@ -50,7 +50,7 @@ class EmbedsReader:
     """Reads prompt embeddings for one model. Any thread may call it."""
 
     def __init__(self, dtype: torch.dtype, width: int, max_rows: int, block_size: int) -> None:
-        """`dtype`, `width`: the rows' type and width; `max_rows`: most rows of a prompt; `block_size`: in rows."""
+        """`dtype`, `width`: of the rows; `max_rows`: most rows of a prompt; `block_size`: rows of a block."""
         self._dtype, self._width, self._max_rows, self._block_size = dtype, width, max_rows, block_size
         self.held = HeldBytes()
         """The embeddings that requests hold."""

@@ -106,7 +106,7 @@ def _path(model: LoadedModel) -> dict[str, Any]:
 
 
 def _cpu() -> dict[str, Any]:
-    """The processor's kind, by which libraries choose instructions and sizes of blocks, and its features."""
+    """The processor's kind and features. Libraries choose instructions and sizes of blocks by the kind."""
     features = llvm.get_host_cpu_features()
     return {
         "machine": platform.machine(),

@@ -35,7 +35,7 @@ class Quality:
     mean_divergence: float
     """KL(own type || int8) in nats, over all positions of all texts."""
     largest_divergence: float
-    """The mean of the text with the largest mean."""
+    """The mean divergence, in nats, of the text whose mean is the largest."""
     same_likeliest_token: float
     """Share of positions at which the likeliest token is the same."""
 

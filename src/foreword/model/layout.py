@@ -296,7 +296,7 @@ def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:
 
 
 def _block_multiples(kinds: Mapping[Kind, list[int]]) -> dict[Kind, int]:
-    """For each kind, the factor of the block size in its blocks: larger if tokens take fewer bytes, for equal pages."""
+    """The factor of the block size for each kind. It is larger if tokens take fewer bytes, so that pages are equal."""
     most_keys, most_values = max((k[0] for k in kinds), default=0), max((k[1] for k in kinds), default=0)
     multiples = {}
     for kind in kinds:

@@ -132,7 +132,7 @@ class LoadedModel:
         return self.rotation is not None
 
     def deviations(self, max_model_len: int, sink_token_ids: Sequence[int]) -> LinkDeviations | None:
-        """Return what measures the deviation of linked tokens; None if nobody asked for links.
+        """Return an object that measures the deviation of linked tokens; None if nobody asked for links.
 
         `max_model_len`: tokens of the longest prompt and its answer; `sink_token_ids`: the tokens before every prompt.
         """
@@ -142,7 +142,7 @@ class LoadedModel:
         return LinkDeviations(beginning, self.rotation, self.vocab_size, max_model_len, sink_token_ids)
 
     def adapters(self, options: ModelConfig) -> LoadedAdapters | None:
-        """The table of adapters; None if nobody asked for it. Raises ConfigError for a model that takes no adapters."""
+        """The table of adapters; None without `enable_lora`. Raises ConfigError for a model that takes no adapters."""
         if not options.enable_lora:
             return None
         if not isinstance(self.network, Decoder):
@@ -242,7 +242,7 @@ def _spec_of(stored: StoredModel) -> DecoderSpec:
 
 
 def load_foreign_model(options: ModelConfig) -> LoadedModel:
-    """Load a model in transformers' modules, even if its family is written; fuse modules where bits stay equal."""
+    """Load a model in transformers' modules, even one of a written family; fuse modules where bits stay equal."""
     from foreword.model.checkpoint.read import read_checkpoint
 
     return _accelerated(load_plain(read_checkpoint(options), options))

@@ -163,7 +163,7 @@ class KeyMover:
             kernels.copy_rows(_bits(blocks.format, part).reshape(-1, part.shape[2] * part.shape[3]), sources, targets)
 
     def _turn(self, layer: int, turn: Turn, targets: Int64Array, owners: Int64Array, tables: Tables) -> None:
-        """Turn the keys in the slots `targets` in place. A key's owner is the move that has its angles."""
+        """Turn the keys in the slots `targets` in place. A key's owner is the move that has the key's angles."""
         blocks = self._storage.blocks[layer]
         if self._is_compiled:
             cosines, sines = (table.numpy() for table in tables)

@@ -61,7 +61,7 @@ class ForwardPass:
     keep: Tensor
     """[padded] int32: rows whose logits are computed."""
     num_kept: int
-    """The number of wanted rows in `keep`; the rows after these are padding."""
+    """The number of rows in `keep` that are needed; the rows after these are padding."""
     groups: dict[int, GroupPlan]
     runs: dict[int, list[StateRun]]
     adapted: AdaptedRows | None = None
@@ -124,7 +124,7 @@ class ModelRunner:
             _ = draw_rows.address  # compiled now, not when the first request asks for it
 
     def fill_sinks(self, token_ids: npt.NDArray[np.int32], block_ids: npt.NDArray[np.int32]) -> None:
-        """Compute the tokens that begin every request into their blocks; called once, before any batch."""
+        """Write the KV of the tokens that begin every request to their blocks. Called once, before any batch."""
         assert len(token_ids) == len(block_ids) * self._storage.block_sizes[0]
         self.forward(Batch.of_spans([token_ids], [0], (block_ids[None],)), np.zeros(1, np.int64))
         self._sink_block_ids = block_ids

@@ -60,8 +60,9 @@ def find_inexactness(model: LoadedModel, prompt: ShortPrompt | None = None) -> s
 
     The ways are: all at once; in uneven chunks down to one token; and beside another request, over KV that a third
     request wrote, once as prefill and once as decoding. They cost six forward passes of at most 52 tokens. Recurrent
-    layers give equal bits for equal cells only. So the chunks of their models end on the grid of cells, and decoding is
-    not compared with prefill. Instead, at most nine more passes check cells after preemption and after cache hits.
+    layers give equal bits for equal cells only. So chunks of models with such layers end on the grid of cells, and
+    decoding is not compared with prefill. Instead, at most nine more passes check cells after preemption and after
+    cache hits.
     """
     prompt = prompt or ShortPrompt(model)
     check, tokens, whole = prompt.check, prompt.tokens, prompt.logits
@@ -84,7 +85,8 @@ def find_inexactness(model: LoadedModel, prompt: ShortPrompt | None = None) -> s
 
 
 def _cell_inexactness(model: LoadedModel, tokens: IntArray) -> str | None:
-    """Check recurrent layers after preemption and after hits on other requests' cells; as `find_inexactness`.
+    """Check recurrent layers after preemption and after hits on other requests' cells; returns what `find_inexactness`
+    returns.
 
     preempted    |--12--|--12--|-5-||||              is computed again after its hit
     longer       |--12--|--12--|--12--|--9--|        hits the first two cells, and then, as "again", three

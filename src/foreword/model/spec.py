@@ -162,7 +162,7 @@ class LatentSpec:
     query_rank: int | None = None
     """The number of elements between the two products that make queries; None: one product makes them."""
     epsilon: float = 1e-6
-    """Epsilon of its norms; the model's other norms may have a different epsilon."""
+    """Epsilon of the norms of latent vectors; the model's other norms may have another epsilon."""
     norm: str = "self_attn.kv_a_layernorm"
     up: str = "self_attn.kv_b_proj"
     """Name of the product that makes keys and values. For each head, the key's outputs come first, then the value's."""

@@ -75,7 +75,7 @@ class Links:
         object.__setattr__(self, "has_gaps", int(self.positions[-1]) != len(self.positions) - 1)
 
     def in_whole_blocks(self, block_size: int) -> Links:
-        """Return the part of these links in whole blocks of the sources, because only whole blocks stay cached."""
+        """Return the part of these links in the sources' whole blocks, because only whole blocks stay cached."""
         runs = []
         for run in self.runs:
             num_tokens = run.num_in_whole_blocks(block_size)
@@ -119,7 +119,7 @@ class Links:
         return int(self.positions[run.begin]) - run.first
 
     def jumps(self) -> list[int]:
-        """Return the indices of computed tokens whose position is not the next after the previous token's."""
+        """Return the indices of computed tokens whose position does not follow the previous token's position."""
         starts = self._jumps_to(None)
         begins, ends = (np.array([getattr(run, name) for run in self.runs], np.int64) for name in ("begin", "end"))
         after = np.searchsorted(begins, starts, side="right")  # the number of runs that begin before or at the index
@@ -135,7 +135,7 @@ class Links:
         return tuple(zip(starts.tolist(), self.positions[starts].tolist(), strict=True))
 
     def _jumps_to(self, end: int | None) -> Int64Array:
-        """Return the indices before `end` whose position is not the next after the position before."""
+        """Return the indices before `end` whose position does not follow the previous index's position."""
         return np.flatnonzero(np.diff(self.positions[:end], prepend=-1) != 1)
 
     def pending_from(self, start: int) -> list[int]:
@@ -154,7 +154,8 @@ class Links:
             yield start, end
 
     def end_after(self, start: int, end: int, budget: int) -> int:
-        """Return the index after the first `budget` computed tokens from `start` on, or after the last before `end`.
+        """Return the index after the first `budget` computed tokens from `start` on, or after the last computed token
+        before `end`.
 
         Returns `start` if the budget is 0.
         """
@@ -197,7 +198,7 @@ class LinkReport:
     copied_tokens: int
     """The linked tokens that had to be copied. The other linked tokens were cached from an equal composition."""
     has_gaps: bool = False
-    """Whether tokens have other positions than in the plain prompt; a schema may say so."""
+    """Whether tokens have other positions than in the plain prompt, which a schema may require."""
 
     @property
     def exact(self) -> bool:

@@ -116,9 +116,10 @@ class PlacedPicture:
     places: npt.NDArray[np.int32]
     """[rows]: the index of the token that each row of its encoding replaces, ascending."""
     grid: tuple[int, int] | None = None
-    """Its numbers of rows and columns, which give rotary positions (`turned_positions`); None: positions as in text."""
+    """Numbers of rows and columns, which give its tokens' positions (`turned_positions`); None: positions as in
+    text."""
     sees_ahead: bool = False
-    """Whether each of its tokens sees all its tokens, also later ones. If so, no step ends inside it (`whole_end`)."""
+    """Whether the picture's tokens all see each other. If so, no step ends inside the picture (`whole_end`)."""
 
     @property
     def offset(self) -> int:
@@ -313,7 +314,7 @@ class _LookAhead:
     """Masks for tokens that an answer does not have yet, and lengths after which no token is allowed."""
 
     dry_at: set[int] = field(default_factory=set)
-    """The lengths of the answer, drafts included, after which no token was allowed. These drafts may be wrong."""
+    """The lengths of the answer, drafts included, after which no token was allowed. The drafts may be wrong."""
     masks: dict[int, BoolArray] = field(default_factory=dict)
     """Length of the answer, drafts included -> mask of the next token, for drafts that `cut_drafts` let pass."""
     num_known: int = 0
@@ -413,7 +414,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        """The stop token id or stop string that ended the request; None if another reason did."""
+        """The stop token id or stop string that ended the request; None if it ended for another reason."""
         self.num_scheduled_tokens = 0
         """The number of its tokens that will be computed after the planned step; set only if layers are recurrent."""
         self.num_cached_tokens = 0
@@ -487,8 +488,8 @@ class Request:
     def allowed_tokens(self, num_generated: int, vocab_size: int) -> BoolArray | None:
         """Return the mask over the vocabulary for the token after `num_generated` tokens; None: any token may come.
 
-        The mask overrules `min_tokens` on end tokens. If no token is allowed, the request has run dry, and the returned
-        mask allows only the tokens that end answers.
+        The mask respects `min_tokens`, except if only end tokens are allowed. If no token is allowed, the request has
+        run dry, and the returned mask allows only the tokens that end answers.
         """
         if self.constraint is None and self.limits is None:
             return None
@@ -593,8 +594,8 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    """The tokens so far. New tokens are appended to this list. A caller who changes it affects nothing else, and when
-    the request ends, the list holds the whole answer again."""
+    """The tokens so far. New tokens are appended to this list. A caller's changes to the list affect nothing else. When
+    the request ends, the list is set to the whole answer again."""
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

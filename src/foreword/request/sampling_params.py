@@ -126,7 +126,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens whose probability is below this share of the likeliest token's probability."""
     repetition_penalty: float = 1.0
-    """Divides (multiplies, if negative) logits of tokens in prompt or answer (CTRL)."""
+    """Divides positive logits, and multiplies negative logits, of tokens in prompt or answer (CTRL)."""
     presence_penalty: float = 0.0
     """Subtracted once from logits of tokens in the answer."""
     frequency_penalty: float = 0.0
@@ -138,7 +138,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     keep_markers: bool = False
-    """Whether special tokens that mark calls or reasoning stay in the text; other special tokens never do."""
+    """Whether special tokens that mark calls or reasoning stay in the text; other special tokens never stay."""
     ignore_eos: bool = False
     """Continue after the end token."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class SamplingParams:
     """Report the log probabilities of these tokens too, without ranks, wherever a token is sampled."""
     label_token_ids: tuple[int, ...] = ()
     """The answer is the likeliest of these label tokens (`max_tokens=1`). It reports the log probabilities of all
-    labels, normalised over the labels alone. If the bits stay the same, only the logits of labels are computed."""
+    labels, normalised over the labels alone. If that changes no bit, only the logits of labels are computed."""
     certify: bool = False
     """Report digests of the logits that log probabilities were computed from (`RequestOutput.logits_digest`)."""
     prompt_logprobs: int | None = None
@@ -167,7 +167,7 @@ class SamplingParams:
     open_constraint: Callable[[], TokenConstraint] | None = None
     """Makes the constraint of one continuation; None: any token may come."""
     prediction_token_ids: tuple[int, ...] = ()
-    """Tokens that the answer is likely to have: a source of drafts. It changes the answer's speed and nothing else."""
+    """Tokens that the answer is likely to have: a source of drafts. They change only the answer's speed."""
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt even if it is cached."""
     truncate_prompt_tokens: int | None = None

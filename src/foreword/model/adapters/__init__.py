@@ -1,1 +1,1 @@
-"""Adapters (LoRA, arXiv 2106.09685) beside a written decoder: read, kept, and added to the rows of a step."""
+"""Adapters (LoRA, arXiv 2106.09685) for foreword's own decoders: read, kept, and added to the rows of a step."""

@@ -52,9 +52,9 @@ Patterns = Sequence[tuple[re.Pattern[str], Any]]
 SETTLED_S = 2.0
 """A file that changed less than this number of seconds before it was read may change again without a new date."""
 MOST_NAMES = 1024
-"""The most folders whose adapters' names a process that computes nothing remembers."""
+"""A process that computes nothing remembers the names of the adapters in at most this number of folders."""
 HELD = 2
-"""All adapters may take this many times the bytes of a full table, because requests hold adapters outside it, too."""
+"""All adapters may take this many times the bytes of a full table, because requests may hold as many again."""
 Stamp = tuple[tuple[int, ...], ...]
 
 

@@ -151,7 +151,7 @@ def _digest(changes: Mapping[str, LowRank], invocation: Sequence[int] | None) ->
 
 
 ALONE_OPERATIONS = 1 << 18
-"""The calling thread computes fewer multiplications than this alone, because waking other threads takes longer."""
+"""If there are fewer multiplications, the calling thread works alone, because waking other threads takes longer."""
 NONE = -1
 STEP_ARGUMENTS = "num_rows", "numbers", "tables", "unit_rows", "scratch", "thread_scratch"
 """Arguments that change in every step of an operation whose rows have fixed addresses."""
@@ -244,7 +244,7 @@ class LowRankOperation(Operation):
         super().__init__(low_rank.add_products)
 
     def bind(self, rows: int, inputs: int, target: int, outputs: int) -> None:
-        """Set the addresses of rows [rows, inputs], with padded `inputs`, and of the results that are added to."""
+        """Set the addresses of rows [rows, inputs], with padded `inputs`, and of the results that get the terms."""
         a = self.arguments
         a["rows"], a["row_bytes"], a["num_steps"] = rows, 4 * inputs, inputs // LANES
         a["target"], a["target_bytes"] = target, 4 * outputs

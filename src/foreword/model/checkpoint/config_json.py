@@ -274,7 +274,7 @@ def _dtype(name: Any) -> str | None:
 
 
 def _set_rope(family: str, values: dict[str, Any]) -> None:
-    """Complete rotary settings, in transformers' present form: `rope_parameters`."""
+    """Complete rotary settings, in transformers' current form: `rope_parameters`."""
     scaling, rope = values.pop("rope_scaling", None), values.get("rope_parameters")
     if family == "gpt_oss" and rope is None and scaling is None:
         raise UnreadableError("rotary parameters that are left out")

@@ -1,4 +1,4 @@
-"""Facts of a checkpoint, for all readers: its type, its device, its longest sequence, its end tokens."""
+"""Facts of a checkpoint, for all its readers: the type, the device, the longest sequence, the end tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUPPORTED = (
 )
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 LOADABLE: Mapping[str, str] = {"fp8": "FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
-"""`quant_method` of weights that transformers, too, can read, as plain numbers -> the usual name of the format."""
+"""`quant_method` of weights that transformers can read, too, as plain numbers -> the usual name of the format."""
 SIDE_FILES: Mapping[str, str] = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",

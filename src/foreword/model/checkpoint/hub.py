@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"(\w[\w.-]*/[\w.-]+?)(?::([\w.-]+))?")
 _PART = re.compile(r"(.*)-(\d{5})-of-\d{5}\.gguf")
 _SIDE_FILES = ("mmproj", "mtp-")
-"""Parts of the names of files that are no models of their own."""
+"""Parts of the names of files that are not models by themselves."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 """Files that a checkpoint may have beside its weights."""

@@ -18,14 +18,14 @@ _STACKED = "gate_up_proj", "down_proj"
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """The places of both halves of a family's models. The language half is a decoder by itself."""
+    """Where files have the two halves of a family's models. The language half is a decoder by itself."""
 
     language: str
     """The written family of the language half, if the file does not name it."""
     text: tuple[str, ...]
     """Beginnings of the names of the language half's weights; "model." replaces the beginning."""
     vision: Mapping[str, str]
-    """Beginnings of the names of other weights -> the beginning that names their part."""
+    """Beginnings of the names of other weights -> the new beginning, which names the module."""
     is_qwen: bool = False
     is_tied: bool = False
     """Whether the embedding is the head too, if the file does not say."""
@@ -89,7 +89,7 @@ _OF_VISION = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class VisionFiles:
-    """The files of a folder besides the language half."""
+    """The files of a folder other than the language half."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -123,7 +123,7 @@ def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _three_positions(text: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings for positions of three numbers, in one form. Raises UnreadableError."""
+    """Rotary settings for positions of three numbers, in transformers' current form. Raises UnreadableError."""
     rope = {**(text.pop("rope_scaling", None) or text.get("rope_parameters") or {})}
     rope.setdefault("rope_theta", text.pop("rope_theta", None))
     if rope["rope_theta"] is None or not rope.get("mrope_section"):

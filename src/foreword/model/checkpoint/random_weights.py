@@ -1,4 +1,4 @@
-"""Checkpoints with random weights: their words mean nothing, but they take as long as real checkpoints.
+"""Checkpoints with random weights. Their answers mean nothing, but take as long as those of real checkpoints.
 
 There is no tokenizer, so such a model takes token ids.
 """

@@ -88,7 +88,7 @@ class Mxfp4Place:
     """[experts * rows, in / 32]"""
     first: int
     step: int
-    """The number of the file's rows from one of the weight's rows to the next."""
+    """The distance from one of the weight's rows to the next, in rows of the file."""
     count: int
     keeps_codes: bool
 

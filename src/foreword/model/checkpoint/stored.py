@@ -99,7 +99,7 @@ def read_stored(options: ModelConfig) -> StoredModel:
 
 
 def _of_layers(places: Mapping[str, Place], values: Mapping[str, Any]) -> Mapping[str, Place]:
-    """All places except those of layers that guess tokens ahead, which come last, if the config counts them."""
+    """All places except those of layers for multi-token prediction. Such layers come last, if the config counts any."""
     if not values.get("num_nextn_predict_layers"):
         return places
     numbers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in places}

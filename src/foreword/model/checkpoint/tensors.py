@@ -118,7 +118,7 @@ class StoredPlace:
     is_weight: bool = False
     """Whether the tensor may be the weight of a product."""
     keeps_float32: bool = False
-    """Whether it is read in float32, whatever type other tensors get."""
+    """Whether the tensor is read in float32, whatever type other tensors get."""
 
     def read(self, dtype: torch.dtype) -> Weight:
         """Read the tensor into memory of its own. 16-bit weights for float32 rows stay in 16 bits. Raises OSError."""

@@ -28,7 +28,7 @@ from foreword.model.cpu.row_functions import ALONE_ELEMENTS
 FILLED = 1 << 18
 """The number of weights that are expanded or packed at once. Memory of larger arrays would be cleared each time."""
 ALONE_OPERATIONS = 1 << 18
-"""The calling thread computes a product of fewer multiplications alone, because waking other threads takes longer."""
+"""The calling thread alone computes a product of fewer multiplications, because waking other threads takes longer."""
 HAS_INSTRUCTIONS = coded_worker.HAS_INSTRUCTIONS
 INTEGERS = " int8"
 """The name of a format that is multiplied in integers ends with this text."""
@@ -277,7 +277,7 @@ class CodedOperation(Operation):
     """A product of the rows that `bind` set last."""
 
     def __init__(self, constants: Record, memory: object, row_scratch: int, worker: Worker | None = None) -> None:
-        """`constants`: arguments that `bind` does not set; `memory`: owns the memory at their addresses."""
+        """`constants`: arguments that `bind` does not set; `memory`: owns what they point to."""
         super().__init__(worker or coded_worker.multiply_units)
         self._memory, self._first_byte, self._row_scratch = memory, int(constants["target"]), row_scratch
         for name in CODED.names or ():

@@ -300,13 +300,13 @@ class LayerChain:
             layer.end_with(following)
         self._head, self._head_operations = head, head.operations()
         self._adapter_wires: Wires | None = None
-        """The step arguments of adapters' operations; None until adapters come, as the program lacks these
+        """The step arguments of adapters' operations; None until adapters come: until then, the program has no such
         operations."""
         self._is_adapted = False
         """Whether adapters' operations may still have rows to change."""
         self._make_program()
         self._storage: Callable[[], KVStorage | None] = lambda: None
-        """A weak reference, because a model outlives engines, whose blocks must be freed."""
+        """A weak reference to the storage: a model outlives engines, and a closed engine's blocks must be freed."""
         self._kernel: AttentionKernel | None = None
         self._is_for_storage = False
         self._kinds: list[tuple[int, int, LayerOperations]] = []
@@ -314,7 +314,7 @@ class LayerChain:
         and one of the layers."""
         self._wires = Wires([])
         self._turns: object = None
-        """Keeps the tensors whose addresses are numbers of the step alive, because the caller may drop them."""
+        """Keeps alive the tensors whose addresses are numbers of the step, because the caller may drop them."""
 
     def _make_program(self) -> None:
         self._is_made = False  # after an interrupt, the old program does not fit `_of_layers`
@@ -323,7 +323,8 @@ class LayerChain:
         self._is_made = True
 
     def logits(self, rows: Tensor, turns: Sequence[Turns], step: Step) -> Tensor | None:
-        """Return logits [num_kept, vocab] of entering rows [rows, width]; None if the program cannot run such a step.
+        """Return logits [num_kept, vocab] from the first layer's rows [rows, width]; None if the program cannot run the
+        step.
 
         `turns`: cosines and sines [1, rows, turned] of each rotary embedding. Before the first kept row and after the
         last kept row, the last layer computes only attention.

@@ -1,4 +1,4 @@
-"""Linear layers in bfloat16 whose weights are held in 12 bits each, for AMX tiles or for pairs in vectors.
+"""Linear layers in bfloat16 with weights of 12 bits, multiplied by AMX tiles, or in pairs by vectors.
 
 oneDNN uses tiles too, but splits the inner dimension by the number of rows, so a row's bits depend on the other rows
 (docs/decisions/0017-tiles.md). Here a row's bits do not. Without tiles, vectors multiply pairs of bfloat16 from the
@@ -39,7 +39,7 @@ Ids = npt.NDArray[np.int64]
 MANY_EXCEPTIONS = 1 / 32
 """The share of exceptions in a layer that causes a warning; with twice this share, weights take as much as bfloat16."""
 ALONE_OPERATIONS = 1 << 19
-"""The calling thread computes a product of fewer multiplications alone, because waking other threads takes longer."""
+"""The calling thread alone computes a product of fewer multiplications, because waking other threads takes longer."""
 
 
 class CompactProduct:
@@ -195,7 +195,7 @@ class ProductOperation(Operation):
     """A product of the rows that `bind` set last."""
 
     def __init__(self, worker: ProductWorker, constants: Record, memory: object) -> None:
-        """`constants`: arguments that `bind` does not set; `memory`: owns the memory at their addresses."""
+        """`constants`: arguments that `bind` does not set; `memory`: owns what they point to."""
         super().__init__(worker.worker)
         self._memory, self._set_units = memory, worker.set_units
         for name in PRODUCT.names or ():
@@ -224,7 +224,7 @@ _OF_THREAD = threading.local()
 
 
 def thread_memory(num_bytes: int) -> int:
-    """Address of memory for one product, which this thread's next product uses again."""
+    """The address of memory for one product. The thread's next product uses the same memory."""
     memory: Tensor | None = getattr(_OF_THREAD, "memory", None)
     if memory is None or memory.numel() < num_bytes:
         memory = _OF_THREAD.memory = torch.empty(num_bytes, dtype=torch.uint8)

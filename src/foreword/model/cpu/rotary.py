@@ -151,7 +151,7 @@ def _compile_worker() -> Worker:
 
 
 class RotaryOperation(Operation):
-    """The pass for heads of one kind, on the rows and blocks that were bound last."""
+    """Normalises, rotates and stores heads of one kind, for the rows and blocks that were bound last."""
 
     def __init__(self, shapes: HeadShapes, norms: tuple[Norm | None, Norm | None]) -> None:
         """`norms`: of queries and of keys."""
@@ -175,18 +175,18 @@ class RotaryOperation(Operation):
         a["item_bytes"], a["coded_tokens"] = dtype.itemsize, blocks.block_size if blocks.format.is_coded else 0
 
     def bind_rows(self, projected: int, num_rows: int, queries: int) -> None:
-        """Set the addresses of the rows' projections, whose keys may be changed, and of their queries."""
+        """Set the addresses of the rows' projections, in which keys may change, and of the resulting queries."""
         a = self.arguments
         a["rows"], a["num_rows"], a["query"] = projected, num_rows, queries
 
 
 class RotaryKernel:
-    """The pass on tensors."""
+    """Runs a `RotaryOperation` on tensors."""
 
     def __init__(self, shapes: HeadShapes, query_norm: Norm | None, key_norm: Norm | None) -> None:
         self.shapes = shapes
         self.operation = functools.partial(RotaryOperation, shapes, (query_norm, key_norm))
-        """Makes a new operation that does the pass; many may exist."""
+        """Makes a new `RotaryOperation`; many may exist."""
         self._of_thread = OfThread(self.operation)
 
     @staticmethod

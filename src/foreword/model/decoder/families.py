@@ -34,7 +34,7 @@ _NO_MATTER = frozenset(
     "unk_token_id unsloth_fixed use_cache".split()
 )
 """Fields that do not change what a loaded model computes. The weights in the file show which biases there are, and
-quantized weights were read before."""
+quantized weights have been read already."""
 _ROPE_KEYS: Mapping[str, Collection[str]] = {
     "default": (),
     "linear": ("factor",),

@@ -1,4 +1,4 @@
-"""Rotary embeddings from their facts: angles, tables of cosines and sines, and the turn of heads.
+"""Rotary embeddings from their facts: angles, tables of cosines and sines, and the rotation of heads.
 
 Frequencies are those of the papers, in float32 and in the order of operations that transformers uses, so that tables
 have the same bits.

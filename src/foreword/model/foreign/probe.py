@@ -155,7 +155,7 @@ def _probing_mask(
 
 
 def _what_is_seen(reach: int | None, mask_function: Callable[..., Any] | None) -> tuple[int | None, int | None] | None:
-    """Find the window and chunk of a mask function; None if it hides anything else."""
+    """Find the window and chunk of a mask function; None if the function hides anything else."""
     if mask_function is None:
         return None
     zero = torch.tensor(0)

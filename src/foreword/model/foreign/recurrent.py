@@ -35,7 +35,8 @@ CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
 class StepCache(Cache):  # type: ignore[misc]
-    """The cache that a model gets: attention's KV passes through, and recurrent layers find their runs.
+    """The cache that a model gets: attention's KV passes through unchanged, and recurrent layers find their
+    `StateRun`s.
 
     A layer that asks for the number of earlier tokens, to count positions from there, gets the right answer for every
     token.

@@ -165,9 +165,9 @@ class ExpectedTokens:
     """Tokens of one pass that the previous step samples."""
 
     rows: Tensor
-    """[3 + groups, padded tokens] int32: the pass's own rows."""
+    """[3 + groups, padded tokens] int32: the rows of the pass."""
     moves: Tensor | tuple[slice, slice]
-    """[2, n] int64: their indices in the pass and among the sampled tokens; or a slice for each of the two."""
+    """[2, n] int64: the tokens' indices in the pass, and their indices among the sampled tokens; or both as slices."""
 
     def fill(self, sampled: Tensor) -> None:
         """Queue the copy of the sampled tokens [rows] int64 into the pass."""

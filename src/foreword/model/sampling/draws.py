@@ -3,9 +3,9 @@
 `kernels/sampling/draw.py` defines which token a draw takes; the code for other devices sorts whole rows, and takes the
 same tokens.
 
-The uniform numbers, one for each (seed, step), are numpy's Philox, for many seeds at once. Philox4x64-10 is from
-Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011); numpy makes one generator per seed,
-which takes microseconds.
+The uniform numbers, one for each (seed, step), are those of numpy's Philox, but computed for many seeds at once.
+Philox4x64-10 is from Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011); numpy makes
+one generator per seed, which takes microseconds.
 """
 
 from __future__ import annotations

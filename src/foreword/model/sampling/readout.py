@@ -158,7 +158,7 @@ def _last_rows(ends: Rows, counts: Rows) -> Rows:
 
 
 def _prompt_rows(batch: Batch, number: int, first: int, put: Put) -> PromptRows | None:
-    """Make one of `Readout.prompts`: reports on the prompt tokens after positions `first_reported` and later."""
+    """Plan the report on an entry's prompt tokens; None if the step gives no logits of a reported token."""
     entry = batch.entries[number]
     request, params = entry.request, entry.request.params
     assert params.prompt_logprobs is not None

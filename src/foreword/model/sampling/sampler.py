@@ -51,7 +51,7 @@ class LogprobRows:
     values: Tensor
     """[rows, k] float32: their log probabilities."""
     num_likeliest: int
-    """The number of likeliest tokens in `others`, from rank 1 on. The tokens after these were asked for."""
+    """The number of likeliest tokens at the beginning of `others`. The other tokens were asked for by id."""
     digests: list[bytes] | None = None
     """[rows]: digests of the logits; None: nobody asked for digests."""
 
@@ -138,7 +138,10 @@ class Sampled:
 
     @classmethod
     def of(cls, entries: Entries) -> Sampled:
-        """Take the entries of a step that sample. An entry with drafts has a row for each draft, and one more."""
+        """Return the entries of a step that sample a token, as columns.
+
+        An entry with drafts has a row for each draft, and one more.
+        """
         if entries.drafts:
             return cls._of_drafts(entries)
         if entries.samples.all():

@@ -105,7 +105,8 @@ class Below(Protocol):
     def load(self, names: Sequence[str], payloads: Sequence[memoryview], compute_s: float | None) -> Sequence[bool]:
         """Fill the payloads of names that tiers have; return for each name whether its payload was filled.
 
-        `compute_s`: the seconds that it would take to compute all payloads; None if unknown. Loading takes less time.
+        `compute_s`: the seconds that it would take to compute all payloads; None if unknown. This time limits the wait
+        for tiers.
         """
 
     def store(self, names: Sequence[str], payloads: Sequence[memoryview]) -> None:

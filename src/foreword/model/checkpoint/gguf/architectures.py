@@ -160,7 +160,7 @@ def _windows(keys: Keys, pattern: int) -> dict[str, Any]:
 
 
 def _gemma(keys: Keys, wide: int) -> dict[str, Any]:
-    """`wide`: the number of layers by which to find the one model that scales scores by hidden size per head."""
+    """`wide`: the number of layers of the only model that scales scores by the hidden size per head."""
     heads, dim = keys.count("attention.head_count"), keys.count("attention.key_length", 256)
     share = keys.count("embedding_length") // heads
     return {
@@ -402,7 +402,7 @@ class Weight:
     order: Order | None = None
     """Row i of the weight is the tensor's row order[i]; None: rows are in order."""
     minus: float = 0.0
-    """The number that was added to each value."""
+    """The number that the converter added to each value."""
     expert: int | None = None
     """The weight is this expert's part of a tensor [experts, ...]; None: the weight is the whole tensor."""
 

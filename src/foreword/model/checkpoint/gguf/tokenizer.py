@@ -125,7 +125,7 @@ class _Vocabulary:
         return ids
 
     def added(self) -> list[Json]:
-        """Tokens that are found before anything is split."""
+        """Tokens that are searched for before texts are split."""
         return [
             {
                 "id": number,
@@ -141,7 +141,7 @@ class _Vocabulary:
 def tokenizer_files(metadata: Mapping[str, Any], *, check: bool = True) -> dict[str, Json]:
     """The content of tokenizer.json and tokenizer_config.json. Raises UnsupportedModelError.
 
-    `check`: whether to load the tokenizer once, to see that the library can.
+    `check`: whether to load the tokenizer once, to see that the library can load it.
     """
     words = _Vocabulary(metadata)
     if words.kind == "gpt2":
@@ -209,7 +209,7 @@ def _templates(metadata: Mapping[str, Any]) -> Json:
 
 
 def _around(words: _Vocabulary, names: Sequence[str]) -> Json | None:
-    """The post-processor that puts the first and the last token around a text."""
+    """The post-processor that adds the special tokens `names` before and after a text."""
     if not names:
         return None
     special = {name: words.special(name) for name in names}

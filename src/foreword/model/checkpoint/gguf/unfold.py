@@ -4,8 +4,8 @@ The folder is kept in the user's cache folder, and its name has a digest of the 
 is turned into a tokenizer only once. A later start removes the folder if the file is gone or has changed. Code that
 reads a model's folder can read this folder, too; only weights are read from the GGUF file.
 
-GGUF files that are already on this machine have names: files of Ollama and LM Studio, and files in Python packages. To
-find them, nothing is written, moved or fetched. The layouts are those in Ollama's and LM Studio's documentation:
+GGUF files that are already on this machine have names: files of Ollama and LM Studio, and files in Python packages. The
+search for them writes, moves and fetches nothing. The layouts are those in Ollama's and LM Studio's documentation:
 
     Ollama       $OLLAMA_MODELS or ~/.ollama/models: manifests/HOST/NAMESPACE/MODEL/TAG names blobs/sha256-DIGEST
     LM Studio    ~/.lmstudio/models or ~/.cache/lm-studio/models: USER/REPOSITORY/FILE.gguf
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 FORM = 2
-"""The version of the folders. A change of the code that makes another folder from the same file raises it."""
+"""The version of the folders. Raise it when the code makes another folder from the same file."""
 UNUSED_S = 86_400.0
 """Seconds without use after which a folder may be removed."""
 
@@ -126,7 +126,8 @@ def _digest(stamps: Sequence[Sequence[object]], with_tokenizer: bool) -> str:
 
 
 def _tidy(parent: Path) -> None:
-    """Remove folders that were unused for a day, if their files are gone or changed or a killed process left them.
+    """Remove folders that were unused for a day, if their GGUF files are gone or changed, or a killed process left
+    them.
 
     A process reads its folder only while it loads the model, so no such folder is in use. Several processes may tidy at
     once.
@@ -227,7 +228,7 @@ def _contradictions(path: Path) -> Iterator[None]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder is there, and no other user could have written it."""
+    """Whether a folder exists, belongs to this user, and other users cannot write to it."""
     try:
         stat = folder.lstat()
     except OSError:
@@ -250,7 +251,7 @@ class LocalModel:
     """"ollama:MODEL:TAG", "lmstudio:USER/REPOSITORY/FILE" or "package:DISTRIBUTION"."""
     path: Path
     why_not: str | None = None
-    """Why it cannot be served although its file is there; None if it can."""
+    """Why the model cannot be served although its file is there; None if it can be served."""
 
 
 def local_models() -> list[LocalModel]:
@@ -319,7 +320,7 @@ def _packages() -> Iterator[LocalModel]:
 
 
 def describe(model: LocalModel) -> dict[str, Any]:
-    """Name, path, bytes, type of most weights, context in tokens, and why it does not run (None if it does)."""
+    """Name, path, bytes, type of most weights, context in tokens, and why the model does not run (None if it runs)."""
     facts: dict[str, Any] = {"name": model.name, "path": str(model.path), "bytes": None, "type": None, "context": None}
     try:
         files = open_gguf(model.path)
