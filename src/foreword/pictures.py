@@ -396,7 +396,7 @@ class Pictures:
         token_ids = np.array(self._encode(self._vision.text(shape)), np.int32)
         places = np.flatnonzero(token_ids == self._vision.token_id).astype(np.int32)
         if len(places) != self._vision.num_rows(shape):
-            raise InvalidRequestError("the model's tokenizer has no sign for pictures, so it takes none")
+            raise InvalidRequestError("the model's tokenizer has no sign for pictures, so the model takes none")
         return Placeholders(token_ids, places)
 
 

@@ -64,9 +64,9 @@ def test_sinks_need_full_attention_in_every_layer(tiny_models: TinyModels) -> No
 
 
 REFUSED = {
-    "glm4": "nobody has written down model_type='glm4'",
-    "bloom": "nobody has written down model_type='bloom'",
-    "mamba2": "nobody has written down model_type='mamba2'",
+    "glm4": "foreword's decoder does not know model_type='glm4'",
+    "bloom": "foreword's decoder does not know model_type='bloom'",
+    "mamba2": "foreword's decoder does not know model_type='mamba2'",
     "mistral": "layer 0 attends to a sliding window of 24 tokens",
     "gemma3_text": "layer 0 attends to a sliding window of 8 tokens",
 }

@@ -137,7 +137,7 @@ def test_files_that_do_not_fit_are_refused_when_the_model_is_loaded(
     folder = save_family(tmp_path / "model", kind)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    with pytest.raises(ModelLoadError, match=rf"half of model .* that sees .*{words}"):
+    with pytest.raises(ModelLoadError, match=rf"vision half of model .*{words}"):
         LLM(str(folder), **OPTIONS)
 
 

@@ -308,7 +308,7 @@ def test_a_processor_that_does_not_fit_is_refused_when_the_model_is_loaded(
     shutil.copytree(folder, tmp_path / "model")
     path = tmp_path / "model" / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    with pytest.raises(ModelLoadError, match=r"half of model .* that sees"):
+    with pytest.raises(ModelLoadError, match=r"vision half of model"):
         LLM(str(path.parent), **OPTIONS)
 
 

@@ -240,7 +240,7 @@ class LLM:
         """
         identity, adapters = self.cache_identity, {output.adapter_digest for output in outputs} - {None}
         if len(adapters) > 1:
-            raise InvalidRequestError("these outputs are of several adapters; ask for a certificate of each adapter's")
+            raise InvalidRequestError("these outputs are of several adapters; ask for one certificate for each adapter")
         return {
             "arithmetic_id": identity.arithmetic_id,
             "model_id": identity.model_id,

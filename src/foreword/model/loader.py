@@ -268,8 +268,8 @@ def _load_with_transformers(options: ModelConfig, reason: Exception) -> LoadedMo
         return model
     except UnwrittenError as unknown:
         if options.allow_links:
-            refuse_links(f"nobody has written down {unknown}, so how its keys turn is unknown")
-        logger.info("the model runs in transformers' modules: nobody has written down %s", unknown)
+            refuse_links(f"foreword's decoder does not know {unknown}, so how the keys turn is unknown")
+        logger.info("the model runs in transformers' modules: foreword's decoder does not know %s", unknown)
     return _accelerated(load_plain(checkpoint, options))
 
 
@@ -382,8 +382,8 @@ def _report_integers(parts: Counter[str], options: ModelConfig) -> None:
 def _refuse_integers(options: ModelConfig, reason: str) -> NoReturn:
     """Raise ConfigError: the model cannot run in integers. The error says which models can."""
     raise ConfigError(
-        f"weight_arithmetic='int8' needs weights in codes of whole numbers (GGUF, GPTQ, AWQ, MXFP4), a family that is "
-        f"written down, and a CPU with AVX2; model {options.model!r} has no such products: {reason}; leave it out"
+        f"weight_arithmetic='int8' needs weights in codes of whole numbers (GGUF, GPTQ, AWQ, MXFP4), a written "
+        f"family, and a CPU with AVX2; model {options.model!r} has no such products: {reason}; leave it out"
     )
 
 

@@ -97,7 +97,7 @@ def loading(files: VisionFiles) -> Iterator[None]:
     except Exception as error:  # config.json and preprocessor_config.json may hold anything
         line = str(error).strip().partition("\n")[0]
         raise ModelLoadError(
-            f"the half of model {str(files.folder)!r} that sees cannot be loaded: {line}; download the model again, or "
+            f"the vision half of model {str(files.folder)!r} cannot be loaded: {line}; download the model again, or "
             "choose another"
         ) from error
 

@@ -312,7 +312,7 @@ def config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
     if "token_embd.weight" not in tensors:
         raise UnsupportedModelError("the GGUF file has no tensor 'token_embd.weight'; is it a whole model?")
     if keys.count("expert_count", 0, least=0) and "experts" not in " ".join(architecture.names.values()):
-        raise UnsupportedModelError(f"{name} with experts is not written down; use its safetensors checkpoint")
+        raise UnsupportedModelError(f"{name} with experts is not supported; use its safetensors checkpoint")
     heads, hidden = keys.count("attention.head_count"), keys.count("embedding_length")
     layers = {int(matched[1]) for tensor in tensors if (matched := _LAYER.fullmatch(tensor))}
     if keys.count("block_count") != len(layers):

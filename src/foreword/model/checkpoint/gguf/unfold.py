@@ -110,7 +110,7 @@ def unfold(path: Path, *, with_tokenizer: bool = True) -> Path:
                 return folder
             raise
     except OSError as error:
-        logger.info("what was made of %s cannot be kept: %s", path.name, error)
+        logger.info("the folder made from %s cannot be kept: %s", path.name, error)
     try:
         new = _written(content, files, None)
     except OSError as error:
