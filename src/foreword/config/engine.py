@@ -24,7 +24,7 @@ KVCacheDtype = Literal["auto", "int8"]
 Policy = Literal["fcfs", "priority", "prefix"]
 IndexName = Literal["radix", "hash"]
 _DTYPES = {"half": "float16", "float": "float32"}
-"""vLLM's other names for a precision."""
+"""Other names that vLLM has for a precision."""
 _LIBRARY_SWITCHES = (
     "ATEN_CPU_CAPABILITY MKL_CBWR MKL_ENABLE_INSTRUCTIONS ONEDNN_DEFAULT_FPMATH_MODE ONEDNN_MAX_CPU_ISA".split()
 )
@@ -41,17 +41,18 @@ class EventsConfig:
     kv_events: str | None = None
     """ZeroMQ address at which events of stored and removed blocks are published in vLLM's format, such as tcp://*:5557.
 
-    Whoever can connect reads all prompts' tokens. Needs `pip install foreword[ops]`. None: nothing is published.
+    Whoever can connect can read the tokens of all prompts. Needs `pip install foreword[ops]`. None: nothing is
+    published.
     """
     kv_events_replay: str | None = None
-    """Address at which consumers ask for batches that they missed, such as tcp://*:5558. None: they cannot."""
+    """Address at which consumers ask for batches that they missed, such as tcp://*:5558. None: consumers cannot ask."""
     kv_events_snapshot: str | None = None
-    """Address at which consumers ask for all that the cache holds, such as tcp://*:5559; batches then name their
-    publisher, and an empty one is sent each second while nothing happens. None: consumers cannot ask."""
+    """Address at which consumers ask for the whole state of the cache, such as tcp://*:5559. Batches then name their
+    publisher, and an empty batch is sent each second while nothing happens. None: consumers cannot ask."""
     kv_events_encoding: EncodingName = "map"
-    """Form of an event: "map" as in vLLM since June 2026, "array" as in older ones and in SGLang."""
+    """Form of an event: "map" as in vLLM since June 2026, "array" as in older versions and in SGLang."""
     kv_events_hashes: HashesName = "int"
-    """Form of a block's key: "int" is its last 8 bytes as a number, "bytes" the whole key."""
+    """Form of a block's key: "int" is the key's last 8 bytes as a number, "bytes" is the whole key."""
     kv_events_topic: str = ""
     """Topic of all messages, such as kv@10.0.0.7@my-model."""
 
@@ -78,7 +79,7 @@ class ModelConfig:
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer. None: the model's."""
     tokenizer_revision: str | None = None
-    """Branch, tag or commit of the tokenizer's repository on the hub. None: `revision`, if it is the model's."""
+    """Branch, tag or commit of the tokenizer's repository on the hub. None: `revision`, for the model's tokenizer."""
     chat_template: str | None = None
     """Jinja template of conversations, or a file that holds one. None: the tokenizer's."""
     chat_control_tokens: bool = False
@@ -90,18 +91,18 @@ class ModelConfig:
     """Where temperature, top_p, top_k, min_p and repetition_penalty come from when a request leaves them out. "auto":
     the checkpoint's generation_config.json. "none": plain sampling. Else a file, or a folder with such a file."""
     dtype: Dtype = "auto"
-    """Precision of weights and KV. "auto": the checkpoint's, if it is one of these, else float32; on a CPU also float32
-    where that is faster and loses no bit.
+    """Precision of weights and KV. "auto": the checkpoint's precision if it is one of these, else float32. On a CPU,
+    "auto" is also float32 where float32 is faster and loses no bit.
 
-    That is so for checkpoints in float16, and, on processors without instructions for bfloat16, for checkpoints in
-    bfloat16 or in codes. Weights of written families stay in the file's 16 bits or codes there; activations and KV are
-    float32. Asked of a checkpoint in another type, "float16" refuses weights beyond 65504. Activations beyond that
-    overflow all the same; models trained in bfloat16 may have some.
+    That holds for checkpoints in float16 and, on processors without instructions for bfloat16, for checkpoints in
+    bfloat16 or in codes. If foreword has its own code for the model's family, weights then stay in the file's 16 bits
+    or codes, and activations and KV are float32. For a checkpoint in another type, "float16" refuses weights beyond
+    65504. Activations beyond 65504 overflow; models trained in bfloat16 may have such activations.
     """
     kv_cache_dtype: str = "auto"
-    """How a CPU stores keys and values: "auto" in the type of activations; "int8" in codes of eight bits with a scale
-    for each token and head, which holds nearly twice the tokens of bfloat16, and rounds (docs/guides/kv-formats.md).
-    Each has its own answers and its own cache."""
+    """How a CPU stores keys and values. "auto": in the type of activations. "int8": in codes of eight bits with a scale
+    for each token and head, which rounds, and stores nearly twice the tokens of bfloat16 (docs/guides/kv-formats.md).
+    The two give different answers and share no cache."""
     weight_arithmetic: WeightArithmetic = "exact"
     """How a CPU multiplies packed weights (GGUF, GPTQ, AWQ, MXFP4). "exact": activations stay in float32. "int8":
     activations are rounded to eight bits, which is faster. The two give different answers and share no cache."""
@@ -119,8 +120,8 @@ class ModelConfig:
     written to it.
     """
     attention_kernel: KernelName = "auto"
-    """"cpu": compiled for this processor; "triton": for NVIDIA's Hopper; both with two-phase attention.
-    "reference": plain torch, any device.
+    """Kernel that computes attention. "cpu": compiled for this processor. "triton": for NVIDIA's Hopper. Both have
+    two-phase attention. "reference": plain torch, on any device.
 
     "auto" takes the compiled kernel wherever it runs. Each kernel has its own bits, whatever the cache does.
     """
@@ -131,15 +132,15 @@ class ModelConfig:
     """On a GPU: record decoding steps of some sizes at start and replay them, which saves the host time per step."""
     allow_links: bool = False
     """Let requests ask with `link` that parts of their prompts are computed apart and reused at any position, which is
-    fast and approximate (docs/guides/linking.md). Nothing links unless a request asks. On a CPU, for models whose
-    layers all attend to everything by rotary positions."""
+    fast and approximate (docs/guides/linking.md). Only requests that ask have links. Works on a CPU, for models whose
+    layers all attend to everything, by rotary positions."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint."""
     enable_lora: bool = False
     """Let requests name LoRA adapters. Works on a CPU, for the families of docs/guides/adapters.md."""
     max_loras: int = 8
-    """Adapters that stay in memory, besides those of requests; the least recently used leaves first. Together
-    they take at most twice the bytes of N adapters of the largest rank."""
+    """Adapters that stay in memory, not counting those that requests use. The least recently used leaves first.
+    Together they take at most twice the bytes of N adapters of the largest rank."""
     max_lora_rank: int = 16
     """Largest rank of an adapter."""
     max_pictures: int = 16
@@ -203,21 +204,21 @@ class CacheConfig:
     prefix_index: IndexName = "radix"
     """How prefixes are found: "radix" compares tokens and matches to the token, "hash" compares block keys."""
     eviction_policy: EvictionName = "value"
-    """Which cached block goes when memory is short: "value" learns from the traffic which ones come back, "lru" takes
-    the least recently used one."""
+    """Which cached block is evicted when memory is short. "value" learns from the traffic which blocks come back. "lru"
+    evicts the least recently used block."""
     num_gpu_blocks_override: int | None = None
     """Number of blocks in the pool, on any device. None: as many as the memory for KV holds."""
     keep_all_kv: bool = False
     """Keep all KV of layers that attend only to a window or chunk, as if they attended to everything."""
     sink_token_ids: tuple[int, ...] = ()
-    """Tokens before every prompt, computed once and never evicted; they are no part of prompts, hits or counts.
-    Whole blocks of them, for models whose layers all attend to everything."""
+    """Tokens before every prompt, computed once and never evicted. They are no part of prompts, hits or counts, and
+    must fill whole blocks. For models whose layers all attend to everything."""
     state_block_size: int | None = None
-    """Recurrent states can be saved, and hits can end, at multiples of this many tokens. None: the least at
-    which no memory is wasted, at least 64."""
+    """Recurrent states can be saved, and hits can end, at multiples of this number of tokens. None: the least number
+    that wastes no memory, but at least 64."""
     state_interval: int | None = None
-    """Tokens of a prompt between recurrent states that are saved, beside those at the ends of prompts and
-    messages and where prompts part. None: about as much memory as the KV takes, at least every 512."""
+    """Tokens of a prompt between saved recurrent states. States are also saved at the ends of prompts and messages, and
+    where prompts part. None: the number at which states take about as much memory as the KV, but at least 512."""
     deduplicate: bool = False
     """Free a block if another block has the same content, instead of keeping both."""
     explain_misses: bool = True
@@ -235,7 +236,7 @@ class CacheConfig:
     """Text that keeps apart the blocks of deployments that share a store."""
     cache_exact: bool = True
     """Reuse stored blocks only where the same kernels, library versions and processors computed them, so that answers
-    keep their bits. False: reuse them anywhere, in a namespace of their own."""
+    keep their bits. False: reuse them anywhere, in a separate namespace."""
 
     def __post_init__(self) -> None:
         read_fields(self)
@@ -250,18 +251,18 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """What lies below the KV memory, and outlives the process."""
+    """Storage below the KV memory."""
 
     cache_host_bytes: int | None = None
-    """Bytes of this machine's memory for cached prefixes that a GPU's memory has no room for. None: none."""
+    """Bytes of this machine's memory for cached prefixes that do not fit into a GPU's memory. None: no memory."""
     cache_dir: str | None = None
-    """Folder that keeps cached prefixes after the process ends. It is made if it is missing, for you alone to read;
-    several processes may share it. None: cached prefixes end with the process."""
+    """Folder that keeps cached prefixes after the process ends. A missing folder is made so that only you can read it.
+    Several processes may share the folder. None: cached prefixes end with the process."""
     cache_disk_bytes: int | None = None
-    """Most bytes in that folder. None: 50 GB, or a quarter of what is free if that is less."""
+    """Most bytes in `cache_dir`. None: 50 GB, or a quarter of the free space if that is less."""
     cache_key_file: str | None = None
-    """File with a secret of 32 bytes or more, with which cached prefixes are encrypted on disk. None: they are not, and
-    whoever can read the folder can learn what prompts said."""
+    """File with a secret of 32 bytes or more, with which cached prefixes are encrypted on disk. None: they are not
+    encrypted, and whoever can read the folder can learn what prompts said."""
     cache_store: str | None = None
     """Valkey or Redis server that shares cached prefixes among machines, such as valkey://HOST:6379; valkeys:// is TLS.
     Needs `pip install foreword[store]`. None: nothing is shared."""
@@ -299,7 +300,7 @@ class SchedulerConfig:
     """Most tokens that one step computes, for all requests together: pieces of prompts, and a token of each answer."""
     long_prefill_token_threshold: int | None = None
     """Most tokens of one request in one step. None: no limit, but a prompt that needs several steps leaves up to half
-    of each step to requests that need only this one."""
+    of each step to requests that need only that step."""
     max_num_seqs: int = 128
     """Most requests running at a time."""
     max_num_encoder_input_tokens: int = 512
@@ -311,7 +312,7 @@ class SchedulerConfig:
     max_overtake_s: float = 2.0
     """Under the policy "prefix": most seconds that a waiting request loses to requests that came after it."""
     coalesce_in_flight: bool = True
-    """Let a request whose prefix another one is computing wait for those blocks instead of computing them too."""
+    """Let a request wait for blocks of its prefix that another request is computing, instead of computing them too."""
     draft_tokens: DraftTokens = "auto"
     """Most tokens of an answer to guess at a time, from the prompt, the cache and earlier answers; one step checks them
     all, and answers stay the same to the bit. "auto": as many as make answers faster; 0: none."""
@@ -511,9 +512,9 @@ class Environment:
 
 
 def keep_onednn_to_vectors() -> None:
-    """Let oneDNN multiply with vectors instead of AMX tiles. Call it before oneDNN's first product.
+    """Let oneDNN multiply with vectors instead of AMX tiles. Call this before oneDNN's first product.
 
-    oneDNN may use all instructions up to AVX512-FP16; without that one, float16 takes seven times as long.
+    oneDNN may use all instructions up to AVX512-FP16; without AVX512-FP16, float16 takes seven times as long.
 
     With tiles, the bits of a row of a bfloat16 product depend on the number of rows, and padding does not help
     (docs/decisions/0017-tiles.md). A value of ONEDNN_MAX_CPU_ISA that the user has set stays.
@@ -522,11 +523,11 @@ def keep_onednn_to_vectors() -> None:
 
 
 def let_threads_rest(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let the threads of torch's OpenMP sleep while they wait, not spin. Call it before torch is imported.
+    """Let the threads of torch's OpenMP sleep while they wait, not spin. Call this before torch is imported.
 
-    A thread that spins takes the processor from the one that it waits for, when another program runs too: beside two
-    busy threads on two cores answers took 16 to 27 times as long. What the user has set stays. OpenMP reads this once,
-    so after torch's import `foreword.kernels.runtime.threads` has another way.
+    If another program runs too, a thread that spins takes the processor from the thread that it waits for: beside two
+    busy threads on two cores, answers took 16 to 27 times as long. A setting of the user's stays. OpenMP reads the
+    setting once, so after torch's import `foreword.kernels.runtime.threads` has another way.
     """
     if "torch" not in sys.modules and not has_wait_policy(environ):
         environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -543,17 +544,17 @@ def has_thread_count(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def user_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """The user's folder for what programs can compute again."""
+    """The user's folder for data that programs can compute again."""
     return Path(environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
 def ollama_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where Ollama keeps its models."""
+    """The folder in which Ollama keeps its models."""
     return Path(environ.get("OLLAMA_MODELS") or os.path.expanduser("~/.ollama/models"))
 
 
 def library_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that are set with which a user chooses instructions or precisions of numerical libraries."""
+    """The environment variables that are set and choose instructions or precisions of numerical libraries."""
     return {name: environ[name] for name in _LIBRARY_SWITCHES if name in environ}
 
 

@@ -1,7 +1,7 @@
 """Flags: the options of a command, given on the command line, in a config file, or both.
 
-The command line goes before the config file. --help shows options under titles. `--help-all`
-shows those of `DEVELOPER_OPTIONS` too. An option that neither has is no flag.
+The command line overrides the config file. --help shows options under titles. `--help-all` also shows the options of
+`DEVELOPER_OPTIONS`. An option that is in neither place is no flag.
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "shutdown_timeout_s": "60",
     },
 }
-"""Titles of --help, their options, and a value for the example; of a switch: empty for on, "no" for off."""
+"""Titles of --help, with their options and a value for each example. A switch has "" for on, or "no" for off."""
 
 DEVELOPERS = "for developers"
-"""The title of the options that only somebody sets who works on foreword, or on a consumer of its events."""
+"""The title of options for people who work on foreword, or on a consumer of its events."""
 
 DEVELOPER_OPTIONS = frozenset(
     "cache_events coalesce_in_flight deduplicate kv_events_encoding kv_events_hashes prefix_index self_check "
@@ -200,7 +200,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _refuse_twice(keys: Iterable[str]) -> None:
-    """Most formats silently take the last of two lines with one key; only TOML refuses them."""
+    """Raise ValueError for a key that occurs twice. Most formats silently take the last value; only TOML refuses it."""
     twice = [key for key, count in Counter(keys).items() if count > 1]
     if twice:
         raise ValueError(f"{twice[0]!r} is there twice")
@@ -251,7 +251,7 @@ class Flags:
     def given(self, args: argparse.Namespace) -> dict[str, Any]:
         """The options that the command line or the config file sets, with their values.
 
-        Raises ConfigError for values of a wrong type and for unknown keys, naming the nearest one.
+        Raises ConfigError for values of a wrong type and for unknown keys, naming the nearest known key.
         """
         options = self.options
         from_file: dict[str, Any] = {}
@@ -292,7 +292,7 @@ def grouped(options: Mapping[str, Option]) -> dict[str, dict[str, Option]]:
 
 
 def example(title: str, option: Option) -> str:
-    """The flag as it stands on a command line: `--port 8080`, `--no-exact`; empty if there is none."""
+    """The flag as it stands on a command line: `--port 8080`, `--no-exact`; empty if the option has no example."""
     value = GROUPS.get(title, {}).get(option.name)
     if value is None:
         return ""

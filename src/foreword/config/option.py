@@ -1,4 +1,4 @@
-"""Options: the fields of configuration classes, as flags, config files and keywords see them.
+"""Options: the fields of configuration classes, which are flags, keys of config files and keywords.
 
 A new option is a new field with a docstring: its flag, its key in config files and its line in --help follow.
 """
@@ -31,10 +31,10 @@ class Option:
     name: str
     """The keyword, such as `max_num_seqs`."""
     kind: Any
-    """The type of its values, without None: int, float, bool, str, Path, a Literal, or a tuple of one of these."""
+    """The type of the values, without None: int, float, bool, str, Path, a Literal, or a tuple of one of these."""
     default: Any
     help: str
-    """The first paragraph of its docstring, and the one that says what None means."""
+    """The first paragraph of the field's docstring, and the paragraph that says what None means."""
     words: tuple[str, ...] = ()
     """Words that may stand in place of a number."""
 
@@ -45,12 +45,12 @@ class Option:
 
     @property
     def is_size(self) -> bool:
-        """Whether its values are numbers of bytes, which may be written as 4GB."""
+        """Whether the values are numbers of bytes, which may be written as 4GB."""
         return self.kind is int and self.name.endswith("_bytes")
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """All values, if there is a list of them."""
+        """All allowed values, if they are listed; else empty."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
@@ -68,7 +68,7 @@ class Option:
 
     @property
     def is_list(self) -> bool:
-        """Whether it takes several values."""
+        """Whether the option takes several values."""
         return get_origin(self.kind) is tuple
 
     def read_text(self, text: str) -> Any:
@@ -109,7 +109,7 @@ def options_of(*classes: type, without: Collection[str] = ()) -> dict[str, Optio
 def _options_of(cls: type) -> dict[str, Option]:
     hints, docs, options = get_type_hints(cls), field_docs(cls), {}
     for field in dataclasses.fields(cls):
-        if not dataclasses.is_dataclass(hints[field.name]):  # a group of options
+        if not dataclasses.is_dataclass(hints[field.name]):  # a dataclass is a group of options
             default = None if field.default is dataclasses.MISSING else field.default
             kind, words = _kind(hints[field.name])
             options[field.name] = Option(field.name, kind, default, docs.get(field.name, ""), words)
@@ -153,10 +153,10 @@ def field_docs(cls: type) -> dict[str, str]:
 def read_options(
     values: Mapping[str, Any], options: Mapping[str, Option], vllm: Mapping[str, VllmOption]
 ) -> dict[str, Any]:
-    """Read values; returns them by the names of `options`, without those that are None.
+    """Check and convert values. Returns them by the names of `options`, without values that are None.
 
     Raises ConfigError for values of a wrong type, for values of `vllm`'s options that would change something, and for
-    names that neither has.
+    names that are in neither `options` nor `vllm`.
     """
     results: dict[str, Any] = {}
     for name, value in values.items():
@@ -232,7 +232,7 @@ def _chosen(option: Option, text: str) -> str:
 
 
 def _checked(option: Option, kind: Any, value: Any) -> Any:
-    """A value of the right type, or ConfigError; ranges are the configuration classes' to check."""
+    """Check the type of a value and convert it, or raise ConfigError. Configuration classes check ranges."""
     if kind is Path and isinstance(value, str | Path):
         return Path(value).expanduser()
     if kind is bool and isinstance(value, bool):

@@ -1,6 +1,6 @@
 """The share of a machine's processors that this process may use: its affinity, and the quota of its cgroups.
 
-Elsewhere nothing limits a process but its machine.
+A system without these limits lets a process use the whole machine.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """What the system lets this process use."""
+    """The processors that the system lets this process use."""
 
     installed: int
     allowed: int
     """Processors on which the system may run this process."""
     quota: float | None = None
-    """Seconds of processor time in a second of wall time, by the strictest of its cgroups; None: no limit."""
+    """Seconds of processor time per second of wall time, by the strictest of the process's cgroups; None: no limit."""
 
     @property
     def usable(self) -> int:
@@ -44,7 +44,7 @@ def read_processors(root: Path = Path("/")) -> Processors:
 
 def _quotas(root: Path) -> Iterator[float]:
     """The quotas of all cgroups that this process is in, from its own up to the root, in processors."""
-    with contextlib.suppress(OSError, ValueError):  # what is there is not what Linux writes: nothing is known
+    with contextlib.suppress(OSError, ValueError):  # if files are not as Linux writes them, no quota is known
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
         mounts = [line.split(" - ", 1) for line in (root / "proc/self/mountinfo").read_text().splitlines()]
         for where, how in mounts:
@@ -62,7 +62,7 @@ def _quotas_above(root: Path, path: PurePosixPath, mounted: str, mount_point: st
     """The quotas of a cgroup and of those above it. `mounted`: the cgroup whose folder is `mount_point`."""
     inside = path.relative_to(mounted) if path.is_relative_to(mounted) else PurePosixPath(path.as_posix().lstrip("/"))
     top = root / mount_point.lstrip("/")
-    if ".." in inside.parts:  # a cgroup outside this namespace: what is mounted is all that can be seen
+    if ".." in inside.parts:  # of a cgroup outside this namespace, only what is mounted can be seen
         inside = PurePosixPath()
     for part in (inside, *inside.parents):
         for quota, period in _limits(top / part):
@@ -71,7 +71,7 @@ def _quotas_above(root: Path, path: PurePosixPath, mounted: str, mount_point: st
 
 
 def _limits(folder: Path) -> Iterator[tuple[float, float]]:
-    """Microseconds of processor time in a period, and of the period."""
+    """Yield the microseconds of processor time per period, and of the period."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()
         yield float(quota), float(period)  # "max" is no number: no limit

@@ -15,7 +15,7 @@ UNITS = {
 
 
 def parse_bytes(text: str) -> int:
-    """`4GB`, `512MiB`, `1.5G` or `4000000000` as a number of bytes. Raises ConfigError."""
+    """Parse `4GB`, `512MiB`, `1.5G` or `4000000000` to a number of bytes. Raises ConfigError."""
     match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
     if match is None:
         raise ConfigError(f"{text!r} is no number of bytes; write it as 4GB, 512MiB or 4000000000")
@@ -23,7 +23,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`1.5 GiB`: a number of bytes to read, in the largest binary unit that it fills."""
+    """Format a number of bytes for people, in the largest binary unit that it fills: `1.5 GiB`."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         size = UNITS[unit[:-1].capitalize()]
         if num_bytes >= size:

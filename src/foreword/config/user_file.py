@@ -1,6 +1,6 @@
-"""A file of what the user's programs learnt and can learn again, such as digests and times.
+"""A file of facts that the user's programs found and can find again, such as digests and times.
 
-It is a JSON object. Entries that another user could have written are not believed, and where nothing can be written,
+The file is a JSON object. A file that another user could have written is not believed. If the file cannot be written,
 nothing is kept. If two processes write at once, the entries of one of them may be lost.
 """
 
@@ -35,7 +35,7 @@ class UserFile:
         return {}
 
     def keep(self, new: Mapping[str, Any]) -> None:
-        """Write entries beside those that the file has; a new one replaces one of its name."""
+        """Add entries to the file. A new entry replaces an old entry of its name."""
         entries = {name: entry for name, entry in self.read().items() if name not in new} | dict(new)
         text = json.dumps(dict(list(entries.items())[-self.most_entries :]))
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """vLLM's options that foreword does not have, so that a command or a script written for vLLM runs as it is.
 
-Values that change nothing here are accepted. All others are refused by name, with what to do instead. An option of the
-same name in `foreword.config.engine` or `foreword.server.options` goes first.
+Values that change nothing here are accepted. All other values are refused by name, with what to do instead. An option
+of the same name in `foreword.config.engine` or `foreword.server.options` takes precedence.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class VllmOption:
     """An option that foreword does not have."""
 
     harmless: tuple[Any, ...] | Callable[[Any], bool] | None
-    """Values that change nothing, or whether one does; None: all values."""
+    """Values that change nothing, or a function that says whether a value does; None: all values change nothing."""
     remedy: str = ""
     """What the user can do instead of giving another value."""
     takes_value: bool = True
@@ -179,7 +179,7 @@ SERVER_OPTIONS: Mapping[str, VllmOption] = {
 
 
 def check_vllm_option(name: str, value: Any, option: VllmOption) -> None:
-    """Accept a value that changes nothing. Raises ConfigError for any other."""
+    """Accept a value that changes nothing. Raises ConfigError for any other value."""
     harmless = option.harmless
     listed = harmless if isinstance(harmless, tuple) else ()
     is_harmless = harmless(value) if callable(harmless) else any(_same(value, item) for item in listed)
@@ -191,5 +191,5 @@ def check_vllm_option(name: str, value: Any, option: VllmOption) -> None:
 
 
 def _same(value: Any, harmless: Any) -> bool:
-    """Equal, and 1 is not True."""
+    """Whether two values are equal. 1 and True are not."""
     return isinstance(value, bool) == isinstance(harmless, bool) and bool(value == harmless)

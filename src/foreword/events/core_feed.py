@@ -1,6 +1,6 @@
-"""Keeps a router's mirrors right: a subscriber for each replica, which the event loop of the core reads.
+"""Keeps a router's mirrors correct, with a subscriber for each replica, on the event loop of the core.
 
-Decides nothing.
+Makes no decisions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TROUBLES = {
     "failed": "no snapshot of replica %s",
     "silences": "replica %s has sent no events: its cache is not known",
 }
-"""Names of a follower's counts, each with the warning to log when it grows."""
+"""Names of a follower's counts, each with the warning to log when the count grows."""
 
 
 class CoreFeed:

@@ -1,6 +1,7 @@
 """Mirror: the blocks that a remote cache holds, with their tokens, from its events.
 
-Knows events; a `Follower` keeps the mirror right. The functions at the end give a follower a publisher's messages.
+A `Follower` tells the mirror what to store and remove. The functions at the end pass a publisher's messages to a
+follower.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Mirror:
     def __init__(self) -> None:
         self.blocks: dict[BlockName, MirroredBlock] = {}
         self.children: dict[tuple[str, int, Key | None], dict[Key, None]] = {}
-        """The blocks after each block, the newest last. Blocks that begin a sequence are after None."""
+        """The blocks after each block, the newest last. Blocks that begin a sequence are listed under None."""
         self.num_tokens = 0
         self.num_blocks: Counter[tuple[str, int]] = Counter()
         """The number of blocks by medium and group."""
@@ -97,7 +98,7 @@ class Mirror:
     def common_prefixes(self, limit: int) -> list[CommonPrefix]:
         """The prefixes after which sequences differ, the most common first. Looks at each block once."""
         lengths, ends = self._lengths(), Counter[BlockName]()
-        for name in reversed(lengths):  # a block comes after all that follow it
+        for name in reversed(lengths):  # the blocks after a block come before the block itself
             ends[name] += name not in self.children
             parent = self.blocks[name].parent
             if parent is not None:
@@ -106,9 +107,9 @@ class Mirror:
         return [CommonPrefix(lengths[name], count) for name, count in parted.most_common(limit)]
 
     def _lengths(self) -> dict[BlockName, int]:
-        """The tokens up to the end of each block, from the first known block on. Blocks come before their children.
+        """For each block, the number of tokens from the first known block of its prefix to its end. Parents come first.
 
-        A publisher may send a ring of blocks: its path ends at the first block that comes again.
+        A publisher may send blocks that form a ring. The path then ends at the first block that comes again.
         """
         lengths, begun = dict[BlockName, int](), set[BlockName]()
         for name in self.blocks:
@@ -116,7 +117,7 @@ class Mirror:
             while at in self.blocks and at not in begun:
                 begun.add(at)
                 path.append(at)
-                at = (*at[:2], self.blocks[at].parent)  # type: ignore[assignment]  # of the first block it is None
+                at = (*at[:2], self.blocks[at].parent)  # type: ignore[assignment]  # the first block's parent is None
             length = lengths.get(at, 0)
             for name_on_path in reversed(path):
                 length += self.blocks[name_on_path].block_size
@@ -138,7 +139,7 @@ def take_live(follower: Follower, frames: Sequence[bytes]) -> None:
 
 
 def take_replay(follower: Follower, frames: Sequence[bytes]) -> bool:
-    """Give a follower a part of a replay. Returns whether it was the last one."""
+    """Give a follower a part of a replay. Returns whether it was the last part."""
     try:
         batch = decode_replay(frames)
     except WireError:

@@ -47,7 +47,7 @@ class PeerLink:
         self._in = self._context.socket(zmq.SUB)
         self._in.subscribe(b"")
         self._fronts = {self.address}
-        """The addresses of the fronts to which it listens, and its own."""
+        """The addresses of the fronts to which this link listens, and its own address."""
         self._is_due = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.num_bad = 0
@@ -114,7 +114,7 @@ class PeerLink:
                 async with asyncio.timeout(MEET_S):
                     addresses = set(await self._find_peers(self.address))
                 self._connect(addresses | {self.address})
-            except Exception as error:  # whoever keeps the list may be starting, or gone: ask again
+            except Exception as error:  # the process that keeps the list may be starting or gone, so ask again
                 logger.debug("other fronts cannot be found: %s: %s", type(error).__name__, error)
             await asyncio.sleep(WHOLE_S)
 

@@ -58,13 +58,13 @@ from foreword.events.wire import (
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BLOCKS = 100_000
-"""Most blocks in events that wait to be published. The feed drops further events."""
+"""The most blocks in events that wait to be published. Beyond that, the feed drops events."""
 MAX_KEPT_BATCHES = 10_000
-"""Most batches that are kept for replays."""
+"""The most batches that are kept for replays."""
 MAX_KEPT_BYTES = 256 * 2**20
-"""Most bytes of the batches that are kept for replays."""
+"""The most bytes of the batches that are kept for replays."""
 MAX_UNSENT = 100_000
-"""Most messages that wait for one slow consumer. ZeroMQ drops later messages, and the consumer sees the gap."""
+"""The most messages that wait for one slow consumer. ZeroMQ drops later messages, and the consumer sees the gap."""
 SNAPSHOT_BLOCKS = 1024
 """Blocks in one batch of a snapshot. Other messages are handled between two batches."""
 HEARTBEAT_S = 1.0
@@ -84,14 +84,14 @@ class Feed:
         self._max_blocks = max_blocks
         self._events: deque[tuple[int, KVCacheEvent]] = deque()
         self._next_number = 0
-        """The number of the next event, dropped events counted. It is raised after the event is appended."""
+        """The number of the next event, counting dropped events. The number is raised after the event is appended."""
         self._num_in = self._num_out = 0
         """Numbers of blocks that were put in and taken out. Each number is written by one thread only."""
         self._num_taken = 0
         """The number of events that were taken, or are known to be dropped."""
         self._groups: dict[int, HeldBlocks] | None = {} if keeps_blocks else None
         self._version = 0
-        """Odd while the engine's thread changes something."""
+        """Odd while the engine's thread changes the events or the blocks."""
         self._has_rung = False
         self.bell, self._rope = socket.socketpair()
         """The bell becomes readable after the first event since the last `take`."""
@@ -99,7 +99,7 @@ class Feed:
         self._rope.setblocking(False)
 
     def note(self, event: KVCacheEvent) -> None:
-        """Take an event; the engine's thread calls this. It never waits."""
+        """Take an event, without ever waiting. Only the engine's thread calls this."""
         self._version += 1
         if self._groups is not None:
             apply_event(self._groups, event)
@@ -147,7 +147,8 @@ class Feed:
     def read(self) -> tuple[int, dict[int, HeldBlocks]] | None:
         """Copy the cache's blocks, by group. Returns the number of the first event after the copy, and the copy.
 
-        The engine's thread goes on meanwhile. A copy during which the cache changed is thrown away; None if all were.
+        The engine's thread goes on meanwhile. A copy during which the cache changed is thrown away. Returns None if
+        all copies were.
         """
         assert self._groups is not None
         for _ in range(SPARE_READS):
@@ -221,7 +222,7 @@ class _Snapshot(NamedTuple):
 
 
 class Publisher:
-    """Publishes the events that `note` gets, until `close`. `addresses` have the ports that were free."""
+    """Publishes the events that `note` gets, until `close`. `addresses` have the ports that were chosen."""
 
     def __init__(
         self,
@@ -251,7 +252,7 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, args=(ready,), name="foreword-kv-events", daemon=True)
         self._thread.start()
         self.addresses = ready.result()
-        """The real address for each option that names one."""
+        """For each option that names an address, the address that is used."""
         for name, address in self.addresses.items():
             listens = name != "kv_events" or binds(config.kv_events)
             how = "listening at" if listens else "calling a consumer that listens at"
@@ -332,7 +333,7 @@ class Publisher:
     def _publish_waiting(self, end: int | None = None) -> None:
         for events in self._feed.take(end):
             if events is None:
-                self._next_seq += 1  # nobody gets this number, so everybody notices
+                self._next_seq += 1  # no batch gets this number, so every consumer notices the gap
             else:
                 self._publish(events)
 
@@ -395,7 +396,7 @@ def is_wildcard(address: str) -> bool:
 def binds(address: str) -> bool:
     """Whether a publisher listens at an address: a file, a wildcard, or this machine's address in digits.
 
-    With a name, or another machine's address, it connects to a consumer that listens there, as in vLLM.
+    With a name, or another machine's address, the publisher connects to a consumer that listens there, as in vLLM.
     """
     if address.startswith("ipc://") or is_wildcard(address):
         return True
@@ -410,7 +411,7 @@ def binds(address: str) -> bool:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether a host is this machine's own name or address for itself."""
+    """Whether a host is a name or address that every machine has for itself."""
     return host is not None and (host in ("localhost", "::1") or host.startswith("127."))
 
 
@@ -420,7 +421,7 @@ def is_here(host: str) -> bool:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as trial:
                 trial.connect(address)
-                target = trial.getpeername()[0]  # of 0.0.0.0, the address that it stands for
+                target = trial.getpeername()[0]  # for 0.0.0.0, the address that it stands for
                 if target == trial.getsockname()[0] or is_loopback(target):
                     return True
     return False

@@ -1,7 +1,7 @@
 """Rebuilds requests from a stream of cache events, as far as the stream shows them.
 
 An engine reports the blocks that it stores, not the requests that it serves. A request becomes visible by its first new
-block. It has found all blocks before that block:
+block. The request has found all blocks before that block:
 
     b1 ── b2 ──┬── b3 ── b4              stored earlier
                └── b5 ── b6 ── b7 ── b8
@@ -10,10 +10,11 @@ block. It has found all blocks before that block:
 
 The stream does not show requests that store nothing (the whole prompt was found, the answer is short). It does not show
 the end of a prompt after its last whole block, either, or whether a block that follows soon belongs to the same
-request. In doubt it is taken to belong. So if answers are reported block by block (foreword, vLLM), the number of found
-tokens is a lower bound. SGLang reports an answer as a whole, which counts as a part of its prompt.
+request. In doubt, the block counts as a part of the request. So if answers are reported block by block (foreword,
+vLLM), the number of found tokens is a lower bound. SGLang reports an answer as a whole, which counts as a part of its
+prompt.
 
-vLLM can report the blocks that a request found, too (`kv_cache_report_mode`): it sends the known blocks at the
+vLLM can also report the blocks that a request found (`kv_cache_report_mode`). It then sends the known blocks at the
 beginning of a sequence once more. Known blocks after new ones are no such report: the engine has computed them again.
 Known blocks at the beginning may also be computed again, if a prompt's logits are asked for. So only the operator knows
 whether each request asks for reports.
@@ -39,15 +40,15 @@ from foreword.events.mirror import BlockName, Key, Mirror, MirroredBlock
 from foreword.events.wire import DEVICE
 
 MOST_COMPARED = 256
-"""A new block is compared with this number of blocks after the same prefix, the newest ones."""
+"""A new block is compared with at most this number of blocks after the same prefix: the newest ones."""
 NUM_SHOWN = 8
-"""The number of tokens to keep on each side, from the first different token on."""
+"""The number of tokens to keep of each of two sequences, from the first different token on."""
 IDLE_S = 10.0
 """Seconds without a new block after which a request has ended."""
 MAX_WAITING_BLOCKS = 1_000_000
 """The most blocks of requests that wait for earlier requests to end. Beyond that, the earliest one counts as ended."""
 MAX_SIZES = 64
-"""Most sizes of blocks to tell apart."""
+"""The most block sizes to distinguish."""
 WHOLE_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
 """Kinds of groups whose blocks hold the whole prefix. Windows and recurrent states do not hold it."""
 
@@ -63,7 +64,7 @@ class Why:
     seconds_ago: float | None = None
     """Seconds since the block was evicted; None if that is not the reason."""
     was_reset: bool = False
-    """Whether it was evicted because the whole cache was emptied."""
+    """Whether the block was evicted because the whole cache was emptied."""
     ours: tuple[int, ...] = ()
     """The prompt's first tokens that no cached sequence has at this place."""
     theirs: tuple[int, ...] = ()
@@ -80,8 +81,8 @@ def why_missed(
 ) -> Why:
     """Explain why the block after the found blocks was computed. All blocks of `path` are in the mirror.
 
-    `num_known`: the number of blocks that the engine held but computed again. `gone`: seconds since a block of the path
-    was evicted.
+    `num_known`: the number of blocks that the engine held but computed again. `gone`: for evicted blocks of the path,
+    the seconds since their eviction.
     """
     if num_found == len(path):
         return Why()
@@ -137,9 +138,9 @@ class SeenRequest:
     """A request, in whole blocks."""
 
     time: float
-    """Time of its first new block, in seconds on the engine's clock."""
+    """Time of the request's first new block, in seconds on the engine's clock."""
     keys: list[Key]
-    """The engine's keys of the blocks of its prompt and answer."""
+    """The engine's keys of the blocks of the prompt and its answer."""
     block_tokens: int
     num_found_blocks: int
     num_prompt_blocks: int
@@ -187,19 +188,19 @@ class RequestCounts:
 
     @property
     def is_bound(self) -> bool:
-        """Whether the found tokens are a lower bound. If not, and not exact, blocks computed again may be counted."""
+        """Whether the found tokens are a lower bound. If not, and not exact, they may include recomputed blocks."""
         return self.reported == 0
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request that may go on."""
+    """A request that later blocks may continue."""
 
     number: int
     request: SeenRequest
     last_time: float
     is_promised: bool
-    """Whether its last block was reported as found but is not there: a hit inside a block that the engine now fills."""
+    """Whether its last block was reported with the found blocks but was found only in part: the engine now fills it."""
     is_answering: bool = False
 
 
@@ -215,11 +216,11 @@ class _Run:
     num_reported: int = 0
     """The number of blocks at the beginning of a sequence that the engine had and reported again."""
     held: set[Key] = field(default_factory=set)
-    """Blocks that the engine had already."""
+    """Blocks of the run that the engine had already."""
     gone: dict[Key, float] = field(default_factory=dict)
     """For blocks that the engine had evicted, the seconds since then."""
     is_promise: bool = False
-    """Whether all blocks but the last were reported again: a hit inside the last one."""
+    """Whether all blocks but the last were reported again: the request found a part of the last block."""
 
     def takes(self, event: BlockStored) -> bool:
         """Whether the blocks of an event continue the run."""
@@ -243,7 +244,7 @@ class Requests:
         self.block_tokens: int | None = None
         """Tokens of an engine's block; None before the first block."""
         self._sizes: dict[tuple[int, int], bool] = {}
-        """For each group and block size, whether several blocks came together: tails never do."""
+        """For each group and block size, whether several blocks came together, as tails never do."""
         self._is_size_given = num_blocks is not None
         self._mirror = mirror
         self._group = 0
@@ -254,17 +255,17 @@ class Requests:
         self._open: OrderedDict[Key, _Open] = OrderedDict()
         """Open requests by their last block, the requests with the latest blocks at the end."""
         self._open_numbers: set[int] = set()
-        """Numbers of the open requests that were not taken."""
+        """Numbers of the open requests that `take` has not returned."""
         self._begun: deque[tuple[int, SeenRequest]] = deque()
-        """The requests that were not taken, with their numbers, the earliest first."""
+        """The requests that `take` has not returned, with their numbers, the earliest first."""
         self._next_number = 0
         self._num_waiting_blocks = 0
         self._ghosts: OrderedDict[Key, float] = OrderedDict()
-        """Blocks that the engine evicted lately, with the times; at most as many as its pool has."""
+        """Blocks that the engine evicted lately, with the times of eviction; at most as many as its pool has."""
         self._reset: tuple[float, set[Key]] = 0.0, set()
         """The time when the cache was emptied, and the blocks of that time that were not stored again."""
         self._copied: set[Key] = set()
-        """Blocks that the engine computed again. It may hold two copies of each, and reports the end of each copy."""
+        """Blocks that the engine computed again. It may hold two copies of each, and reports when a copy ends."""
 
     # ------------------------------------------------------------------ events
 
@@ -299,11 +300,11 @@ class Requests:
             self._close(last)
 
     def pass_time(self, seconds: float) -> None:
-        """Note that nothing has arrived for `seconds`, by our clock."""
+        """Let `seconds` of this process's clock pass without an event."""
         self.end_batch(self._time + seconds)
 
     def take(self, *, everything: bool = False) -> list[SeenRequest]:
-        """Return the requests that have ended, in the order of their beginnings; with `everything`, open ones too."""
+        """Return the requests that have ended, in the order of their beginnings; if `everything`, open ones too."""
         ended = []
         while self._begun:
             number, request = self._begun[0]
@@ -332,11 +333,11 @@ class Requests:
         return DEVICE, self._group
 
     def _tell_time(self, time: float) -> None:
-        time = time if math.isfinite(time) else 0.0  # no clock says so, and JSON has no such number
+        time = time if math.isfinite(time) else 0.0  # no clock gives such a number, and JSON does not have it
         self._time = max(self._time, time)
 
     def _is_followed(self, event: BlockStored) -> bool:
-        """Whether an event belongs to the first group whose blocks hold whole prefixes, and has its block size."""
+        """Whether an event is of the first group whose blocks hold whole prefixes, and has the group's block size."""
         if event.medium != DEVICE or event.group_kind not in WHOLE_KINDS:
             return False
         size, is_run = (event.group_idx, event.block_size), len(event.block_hashes) > 1
@@ -383,10 +384,10 @@ class Requests:
         run.is_promise = is_beginning and 0 < run.num_reported == len(run.keys) - 1
 
     def _hear_sibling(self, event: BlockStored) -> None:
-        """Note that another group stored some of a prompt's blocks: then the engine computed the whole prompt.
+        """Record that another group stored some of a prompt's blocks, so the engine computed the whole prompt.
 
-        The engine does so if a state or a window was missing. An event that lists all blocks of a prompt is ignored: it
-        reports found blocks, which all groups list.
+        The engine does that if a state or a window was missing. An event that lists all blocks of a prompt is ignored,
+        because it reports found blocks, which all groups list.
         """
         if event.parent_block_hash is not None:
             return
@@ -402,7 +403,7 @@ class Requests:
         for key in event.block_hashes:
             block = self._mirror.blocks.get((*self.place, key))
             if block is None or block.block_size != self.block_tokens:
-                continue  # a tail that has become a whole block goes without an eviction
+                continue  # a tail that has become a whole block is removed without an eviction
             if not self._is_size_given:
                 self.num_blocks = max(self.num_blocks or 1, self._mirror.num_blocks[self.place])
             self.counts.lost_copies += key in self._copied
@@ -416,7 +417,7 @@ class Requests:
         if run is None:
             return
         num_held = sum(1 for _ in takewhile(run.held.__contains__, run.keys))
-        self.counts.lost_copies += len(run.held) > num_held  # one after a block that was not held: it had a copy
+        self.counts.lost_copies += len(run.held) > num_held  # a held block after a new one has a copy
         self._copied.update(run.held.intersection(run.keys[run.num_reported :]))
         self._assign(run)
         self._reset[1].difference_update(run.keys)

@@ -1,6 +1,6 @@
 """Subscriber: follows one publisher of cache events over ZeroMQ: foreword's, vLLM's or SGLang's.
 
-Knows sockets and time; a `Follower` knows what messages mean. Use it from one thread.
+A `Follower` knows what messages mean. Use a subscriber from one thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from foreword.events.wire import SNAPSHOT_REQUEST, encode_seq
 ANSWER_S = 5.0
 """Longest time between two parts of an answer, in seconds."""
 CONTACT_S = 0.5
-"""Seconds that a publisher has to accept the first connection."""
+"""Seconds within which a publisher has to accept the first connection."""
 PAUSE_S = 0.1
 """Shortest time between two requests, in seconds."""
 SILENCE_S = 10.0
@@ -33,7 +33,7 @@ MOST_AT_ONCE = 1000
 
 
 class Subscriber(AbstractContextManager["Subscriber"]):
-    """Feeds a follower of one publisher. `poll` reads what has arrived; `close` ends it."""
+    """Feeds a follower of one publisher. `poll` reads what has arrived; `close` ends the subscription."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         self._poller = zmq.Poller()
         self._request: zmq.Socket[bytes] | None = None
         self._question = (Need.NOTHING, 0)
-        """The need of the last request, and the number of resyncs at that moment."""
+        """The need of the last request, and the number of resyncs when it was sent."""
         self._heard = self._deadline = self._not_before = time.monotonic()
         try:
             self._live = self._open(zmq.SUB, events)
@@ -95,7 +95,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         return [self._live, *([] if self._request is None else [self._request])]
 
     def poll(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` seconds for messages, apply them, and ask for missing ones.
+        """Wait at most `timeout_s` seconds for messages, apply them, and ask for missing messages.
 
         Returns whether a message came.
         """
@@ -169,7 +169,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         self._not_before = time.monotonic() + PAUSE_S
 
     def _read_all(self, source: zmq.Socket[bytes], take: Callable[[list[bytes]], object]) -> int:
-        """Read a socket until it is empty or closed, at most `MOST_AT_ONCE` messages. Returns their number."""
+        """Read at most `MOST_AT_ONCE` messages from a socket, until it is empty or closed. Returns the number read."""
         for count in range(MOST_AT_ONCE):
             if source.closed:
                 return count
@@ -184,10 +184,10 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         client = self._context.socket(kind)
         self._opened.add(client)
         client.ipv6 = "[" in address
-        if kind == zmq.SUB:  # before it connects, or the first contact goes unseen
+        if kind == zmq.SUB:  # before the socket connects, or its first contact would not be seen
             self._contacts = client.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             self._opened.add(self._contacts)
-        client.rcvhwm = 0  # a long replay does not fit into the default
+        client.rcvhwm = 0  # no limit, because a long replay exceeds the default
         try:
             if kind == zmq.SUB and is_wildcard(address):
                 client.bind(address)

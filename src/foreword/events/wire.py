@@ -13,7 +13,7 @@ Each line below lists the frames of one message; numbers have 8 bytes, the highe
     event     a map of fields with its type under "type", or (older vLLM, SGLang) an array of the type and all fields
 
 A publisher's numbers start at 0 in each process, and its id identifies the process. vLLM 0.33 sends no id and answers
-no requests for snapshots. Both have the form of vLLM's pull request 57789.
+no requests for snapshots. Ids and snapshots have the form of vLLM's pull request 57789.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ STORED_FIELDS = (
 )
 REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 ALWAYS = {STORED: 7, REMOVED: 2, CLEARED: 0}
-"""The number of leading fields that a map has even if they are None."""
+"""For each type, the number of leading fields that a map has even if they are None."""
 
 
 MOST_BLOCK_TOKENS = 2**31 - 1
 
 
 class WireError(ValueError):
-    """Bytes that are no message."""
+    """Bytes are no message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Format:
         return {"type": tag, **dict(field for at, field in numbered if at < ALWAYS[tag] or field[1] is not None)}
 
     def _fields(self, event: KVCacheEvent) -> tuple[str, dict[str, Any]]:
-        """The tag and the fields of an event, in their order."""
+        """The tag and the fields of an event, in the order of the format."""
         if isinstance(event, AllBlocksCleared):
             return CLEARED, {}
         hashes = list(map(self._hash, event.block_hashes))
@@ -272,7 +272,7 @@ def decode_replay_request(frames: Sequence[bytes]) -> int:
 
 
 def decode_snapshot(frames: Sequence[bytes]) -> EventBatch:
-    """Decode a publisher's whole state. Its number is `UNAVAILABLE` if there is no snapshot. Raises WireError."""
+    """Decode a publisher's whole state. Its batch number is `UNAVAILABLE` if there is no snapshot. Raises WireError."""
     if len(frames) < 2 or len(frames[1]) != ID_BYTES:
         raise WireError("a snapshot does not begin with a number and a publisher id")
     number = decode_seq(frames[0], signed=True)
