@@ -195,7 +195,7 @@ def _fit(stem: str, inputs: int, groups: int) -> None:
 def _order(tensors: Tensors, inputs: int, groups: int) -> npt.NDArray[np.int64] | None:
     """The inputs in the order of their groups; None if they lie in this order. Raises UnreadableError."""
     stored = tensors.get("g_idx", tensors.get("weight_g_idx"))
-    if stored is None or ("weight_g_idx" in tensors and bool((stored == -1).all())):  # compressed-tensors' first value
+    if stored is None or ("weight_g_idx" in tensors and bool((stored == -1).all())):  # the initial value
         return None
     index, in_order = stored.numpy().astype(np.int64), np.repeat(np.arange(groups), inputs // groups)
     order = np.argsort(index, kind="stable")

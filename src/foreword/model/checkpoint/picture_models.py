@@ -104,7 +104,7 @@ def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if family is None:
         return raw
     text = raw.get("text_config")
-    if text is None and family.is_qwen:  # older files have its fields beside the others
+    if text is None and family.is_qwen:  # older files have the half's fields beside the others
         text = raw
     if not isinstance(text, Mapping) or "rms_norm_eps" not in {**family.defaults, **text}:
         raise UnreadableError("a text_config that is left out, or has no rms_norm_eps")

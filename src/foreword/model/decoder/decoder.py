@@ -124,7 +124,7 @@ class Decoder:
         """Return logits of normed rows [rows, width], for the tokens `columns`; None: for all tokens."""
         if columns is None:
             return self._scaled(self._head(normed))
-        if self.spec.logit_cap is not None:  # bits of its tanh may depend on an element's place
+        if self.spec.logit_cap is not None:  # the bits of tanh may depend on an element's place
             return self._scaled(self._head(normed))[:, columns]
         return self._scaled(self._head.some(normed, columns))
 

@@ -245,7 +245,7 @@ def mistral(c: Fields) -> DecoderSpec:
 
 def qwen2(c: Fields) -> DecoderSpec:
     """arXiv 2407.10671: queries, keys and values have biases."""
-    c("use_sliding_window")  # the layers' types include it
+    c("use_sliding_window")  # `layer_types` follows it already
     return _plain(c, layers=_layers(c))
 
 
@@ -379,7 +379,7 @@ def _qwen_experts(c: Fields, layers: tuple[LayerSpec, ...], **facts: Any) -> dic
     step, without = c("decoder_sparse_step", 1), c("mlp_only_layers", [])
     chosen = [(number + 1) % step == 0 and number not in without for number in range(len(layers))]
     experts = ExpertSpec(
-        c("num_experts", c("num_local_experts")),  # one of two names
+        c("num_experts", c("num_local_experts")),  # files have one of these names
         c("num_experts_per_tok"),
         c("moe_intermediate_size"),
         normalised=c("norm_topk_prob", False),
@@ -493,7 +493,7 @@ def deepseek_v3(c: Fields) -> DecoderSpec:
 def glm4_moe_lite(c: Fields) -> DecoderSpec:
     """arXiv 2508.06471: as deepseek_v3; a list says which layers have experts."""
     kinds = c("mlp_layer_types", ["dense"] + ["sparse"] * (c("num_hidden_layers") - 1))
-    c.expect("first_k_dense_replace", 1)  # the list replaces it
+    c.expect("first_k_dense_replace", 1)  # the list replaces this field
     unknown = sorted(set(kinds) - {"dense", "sparse"})
     if unknown or len(kinds) != c("num_hidden_layers"):
         raise UnwrittenError(f"mlp_layer_types={kinds!r}")

@@ -64,7 +64,7 @@ class FlatModel:
     @property
     def is_packed(self) -> bool:
         lookups = {id(child.weight) for child in self.module.modules() if isinstance(child, nn.Embedding)}
-        matrices = (p for p in self.module.parameters() if p.dim() == 2)  # experts' are not, and pad their rows
+        matrices = (p for p in self.module.parameters() if p.dim() == 2)  # not experts', whose rows are padded
         return all(id(matrix) in lookups for matrix in matrices)
 
     def parts(self) -> Counter[str]:

@@ -350,7 +350,7 @@ class SamplingPlan:
             bits = torch.arange(256, device=packed.device)[:, None] >> torch.arange(8, device=packed.device)
             table = (bits & 1).bool()  # the tokens of each byte: seven times as fast as spreading its bits
             allowed = table.index_select(0, packed.flatten().int()).view(len(rows), -1)[:, : logits.shape[1]]
-            logits[rows] = torch.where(allowed, logits[rows], -torch.inf)  # whatever was there, NaN too
+            logits[rows] = torch.where(allowed, logits[rows], -torch.inf)  # in place of any logit, also NaN
         if self.forbidden is not None:
             flat.index_fill_(0, self.forbidden, -torch.inf)
 

@@ -167,7 +167,7 @@ def tokenizer_files(metadata: Mapping[str, Any], *, check: bool = True) -> dict[
     try:
         if check:
             Tokenizer.from_str(dumps(json))
-    except Exception as error:  # the library has no class of its own for what it refuses
+    except Exception as error:  # the library has no error class of its own
         raise UnsupportedModelError(
             f"the GGUF file's tokenizer cannot be used ({error}); name the model's own with --tokenizer"
         ) from error
