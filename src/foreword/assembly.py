@@ -219,7 +219,7 @@ def load_tokenizer(options: ModelConfig) -> Tokenizer | None:
     if tokenizer is None:
         if options.tokenizer is not None:
             raise ModelLoadError(
-                f"tokenizer={options.tokenizer!r} has no tokenizer files; name a folder or hub id that has"
+                f"tokenizer={options.tokenizer!r} has no tokenizer files; name a folder or hub id with them"
             )
         for name in ("chat_template", "response_template"):
             if getattr(options, name) is not None:

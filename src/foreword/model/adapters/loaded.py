@@ -108,7 +108,7 @@ def _read_config(folder: Path) -> _Config:
     except (ValueError, RecursionError) as error:
         raise _RefusedError(f"{CONFIG} is no JSON ({error})") from error
     if not isinstance(fields, dict) or str(fields.get("peft_type", "LORA")).upper() != "LORA":
-        raise _RefusedError(f"{CONFIG} is none of LoRA; other kinds of adapters are not supported")
+        raise _RefusedError(f"{CONFIG} is not for LoRA; other kinds of adapters are not supported")
     for name, value in fields.items():
         if name not in _NO_MATTER | _READ and value not in (None, False, [], {}, ""):
             raise _RefusedError(f"{name}={value!r:.80} is not supported; train without it, or merge the adapter")
