@@ -1,4 +1,4 @@
-"""Endpoints about the server itself, and endpoints that convert texts to tokens and back. They generate nothing.
+"""Endpoints about the server itself, and endpoints that convert texts to tokens and back. None generates text.
 
 /health, /version, /v1/models, /tokenize, /detokenize. For operators, /v1/cluster reports the replicas, and
 /v1/load_lora_adapter and /v1/unload_lora_adapter change which adapters are served.

@@ -74,7 +74,7 @@ class Job:
     prompt: Prompt
     params: SamplingParams
     answered: Sequence[Shown] = ()
-    """For each choice, the part that another engine generated and the client has; the answer continues this part."""
+    """For each choice, the part that the client has already from another engine. The answer continues this part."""
 
 
 DEADLINE: ContextVar[float] = ContextVar("foreword_deadline", default=math.inf)
@@ -96,8 +96,8 @@ class Home(Protocol):
 class AnswerStream:
     """The asyncio side of one call: the deltas of its choices, in the order in which they were made.
 
-    Belongs to the event loop; the engine's thread only hands events over. Call `close()` when reading ends: it aborts
-    the choices that still run.
+    Only the event loop may call its methods. The engine's thread hands events over to the event loop. Call `close()`
+    when reading ends, which aborts the choices that still run.
     """
 
     def __init__(self, home: Home, jobs: Sequence[Job], *, whole: bool) -> None:
@@ -105,7 +105,7 @@ class AnswerStream:
         self.whole = whole
         """Whether to hand over only the finished answer: for calls that do not stream."""
         self.outputs: list[RequestOutput] = []
-        """One output per job, once accepted. Outputs grow on the engine's thread; read only finished outputs."""
+        """One output per job, once accepted. Read only finished outputs: the engine's thread changes the others."""
         self.num_unfinished = len(jobs)
         """The number of unfinished jobs, which the engine's thread counts down."""
         self._home = home
@@ -115,7 +115,7 @@ class AnswerStream:
         self._tell_end: Callable[[], None] = lambda: None
 
     def when_ended(self, tell: Callable[[], None]) -> None:
-        """Call `tell` once the answer is complete, has failed or was aborted; at once if it has ended."""
+        """Call `tell` when the answer ends: it is complete, has failed or was aborted. If it has ended, call it now."""
         if self._done:
             tell()
         else:
@@ -182,7 +182,7 @@ class AnswerStream:
         return num_written
 
     def close(self) -> None:
-        """Abort the unfinished jobs; the engine frees their blocks at its next step."""
+        """Abort the unfinished jobs. The engine frees their blocks at its next step."""
         if not self._done:
             self._done = True
             is_late = asyncio.get_running_loop().time() >= DEADLINE.get() - CLOCK_S

@@ -36,7 +36,7 @@ UNKNOWN = "unknown"
 
 
 class HttpRequests:
-    """Counts of calls. Belongs to the event loop; other threads may read `counts`."""
+    """Counts of calls. Only the event loop may change them. Other threads may read `counts`."""
 
     def __init__(self, *, logs_refusals: bool) -> None:
         self.counts = Counter[tuple[str, str]]()

@@ -338,7 +338,8 @@ async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int
         return
     record = _newest(service, tenant, session_id)
     if hint.name == "prefetch":
-        caller = Caller(tenant, "cache.hints")  # no request of the session, but its blocks are
+        # The caller has no session, so the request does not count for the session. But its blocks do.
+        caller = Caller(tenant, "cache.hints")
         prompt = Prompt(record.prompt_token_ids, session=session_id)
         [output] = (await _computed(service, caller, "hint_", prompt)).outputs
         computed = len(prompt.token_ids) - output.num_cached_tokens

@@ -223,7 +223,7 @@ async def _read(model: type[AnyBody], request: Request) -> tuple[AnyBody, int]:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read the body. Raises APIError 413 for more than `max_bytes`; it reads nothing if the declared length is more."""
+    """Read the body. Raises APIError 413 for more than `max_bytes`, without reading if the declared length is more."""
     declared = request.headers.get("content-length", "")
     num_bytes = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
     pieces: list[bytes] = []

@@ -41,7 +41,7 @@ class _Job:
 
 
 class Crew:
-    """Threads for one kind of work. Belongs to the event loop; its threads end with the process."""
+    """Threads for one kind of work. Only the event loop may call its methods. The threads end with the process."""
 
     def __init__(self, name: str, num_threads: int, most_waiting: int) -> None:
         """`most_waiting`: the limit of one caller's jobs that wait for a thread."""
@@ -153,7 +153,7 @@ class Crews:
     """
 
     def __init__(self, most_choices: int = 0) -> None:
-        """`most_choices`: limit of the engine's running and waiting choices; crews accept bursts of that size."""
+        """`most_choices`: limit of the engine's running and waiting choices. Crews accept as much work at once."""
         self.text = Crew("text", 2, max(64, most_choices))
         """Renders conversations and tokenizes texts."""
         self.grammars = Crew("grammars", 1, max(32, most_choices))

@@ -72,7 +72,7 @@ class Number:
 
 
 class EngineDoor(Protocol):
-    """The engines of one model. All methods are for the event loop."""
+    """The engines of one model. Only the event loop may call its methods, except `shrink`."""
 
     failure: str | None
     """Why no more requests are taken; None while requests are taken."""
@@ -97,7 +97,7 @@ class EngineDoor(Protocol):
         return []
 
     def start(self) -> None:
-        """Begin to serve; answers go to the event loop that is running now."""
+        """Begin to serve. Answers go to the event loop that is running now."""
 
     async def stop(self) -> None:
         """End the running requests. May be called twice."""
@@ -143,7 +143,7 @@ class _Running:
 
 
 class EngineThread(EngineDoor):
-    """Steps an engine in a separate thread. Public methods are for the event loop's thread, except `shrink`."""
+    """Steps an engine in a separate thread. Only the event loop may call public methods, except `shrink`."""
 
     def __init__(self, engine: Engine, records: Records, *, after_step: Sequence[AfterStep] = ()) -> None:
         """`after_step`: called on the engine's thread after each step in which requests ended, with these requests."""
@@ -410,7 +410,7 @@ class EngineThread(EngineDoor):
         """At the end of the thread, fail everything that still waits for an answer."""
         if self.failure is None:
             self._give_up("the server has been stopped")
-        while not self._stopping:  # the engine is broken: refuse whatever still arrives
+        while not self._stopping:  # the engine is broken, so refuse the calls that still arrive
             self._take_commands(None)
             self._hand_over()
         self._take_commands(0.0)
@@ -440,6 +440,6 @@ def in_a_thread(llm: LLM, records: Records, after_step: Sequence[AfterStep]) -> 
 
 
 def _put_all(outbox: Mapping[AnswerStream, Sequence[Event]]) -> None:
-    """Hand each stream its events; runs on the event loop."""
+    """Hand each stream its events. Runs on the event loop."""
     for stream, events in outbox.items():
         stream.put(events)

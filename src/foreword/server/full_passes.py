@@ -28,7 +28,7 @@ LOOK_S = 1.0
 
 
 class FullPasses:
-    """Makes full passes. Belongs to the event loop. The process has only one collector, for all its servers."""
+    """Makes full passes, on the event loop. The process has only one collector, for all its servers."""
 
     def __init__(self, num_running: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
         """`num_running`: the number of running calls; `clock`: seconds."""

@@ -165,7 +165,7 @@ class Hints:
             elif hint.name == "demote" and not hint.is_about(session_id):
                 why = "the payload names another session than the request; send it to /v1/cache/hints"
                 self.note(number, "missing", detail=why)
-            elif hint.name == "demote":  # it is not known yet whether an engine will answer
+            elif hint.name == "demote":  # nobody knows yet whether an engine will answer
                 why = "done soon after the answer's end; a request of the session that ends later opens it anew"
                 self.note(number, "deferred", detail=why)
             else:

@@ -49,7 +49,7 @@ class AnswerWriter(ABC):
         """Return the events of these deltas in a streamed answer. Called in a thread if the deltas are long."""
 
     async def events(self) -> AsyncIterator[list[Event]]:
-        """Yield the events of a streamed answer; all events of a list can be sent at once."""
+        """Yield lists of events of a streamed answer. All events of a list can be sent at once."""
         async for deltas in self.answer.deltas():
             yield await off_loop(self.num_bytes(deltas), partial(self.events_of, deltas))
 
@@ -77,7 +77,7 @@ async def authorized(request: Request) -> Tenant:
 
 
 Authorized = Annotated[Tenant, Depends(authorized)]
-"""An endpoint's parameter of this type is the tenant; without a valid key the endpoint is not called."""
+"""An endpoint's parameter of this type is the tenant. Without a valid key the endpoint is not called."""
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -136,7 +136,7 @@ async def finished(answer: AnswerStream) -> list[Delta]:
 class TimeLimit:
     """Ends calls whose answer has not begun in time, whether they wait for a thread, the queue or a token.
 
-    An answer that has begun is not ended here; a stream ends itself at `DEADLINE`.
+    An answer that has begun is not ended here, because a stream ends itself at `DEADLINE`.
     """
 
     def __init__(self, app: ASGIApp, *, limit_s: float) -> None:

@@ -24,7 +24,7 @@ class KeptResponses:
     """Answers and their conversations, by response id. Beyond a limit, the tenant with most loses its oldest response.
 
     Answers are kept as JSON text, because a dictionary of log probabilities takes several times the memory. Any thread
-    may call `keep`; the other methods belong to the event loop.
+    may call `keep`, but only the event loop may call the other methods.
     """
 
     def __init__(self, max_responses: int = 1000, max_bytes: int = 64 * 2**20) -> None:

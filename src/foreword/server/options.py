@@ -1,4 +1,4 @@
-"""The server's options; the engine's are in foreword.config.
+"""The server's options. The engine's options are in foreword.config.
 
 A field with a docstring is also a flag of `foreword serve` and a key of its config files (foreword.config.option).
 """
@@ -40,9 +40,9 @@ class ServerConfig:
     api_key: str | None = None
     """One key for everybody, or FOREWORD_API_KEY; `keys_file` has several tenants. None: the server asks for no key."""
     keys_file: Path | None = None
-    """TOML file of tenants and their keys; the server reads it again when it changes."""
+    """TOML file of tenants and their keys. The server reads the file again when it changes."""
     operator_key: str | None = None
-    """Opens /dashboard, /metrics, /reset_prefix_cache and the whole of /v1/cache; or FOREWORD_OPERATOR_KEY."""
+    """Key for /dashboard, /metrics, /reset_prefix_cache and all of /v1/cache; or FOREWORD_OPERATOR_KEY."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the server (CORS), such as https://chat.example.com; "*": all origins."""
     root_path: str = ""
@@ -93,7 +93,7 @@ class ServerConfig:
     shutdown_timeout_s: float = 600.0
     """Limit of the seconds in which accepted requests must finish after SIGTERM."""
     log_requests: bool = False
-    """Log a line for each finished request: tokens, times, outcome, never its text; and one for each refused call."""
+    """Log a line for each finished request (tokens, times and outcome, never its text), and for each refused call."""
     log_interval_s: float = 10.0
     """Seconds between two log lines about the traffic, while there is any; 0: none."""
 

@@ -102,7 +102,7 @@ class RequestRecord:
     """The life of one prompt. Times are seconds of `time.monotonic()`, except `created`."""
 
     response_id: str
-    """The id that the client sees; the prompts of one call share it."""
+    """The id that the client sees. All prompts of one call have the same id."""
     request_id: str
     """The engine's id."""
     tenant: str
@@ -314,7 +314,7 @@ class Records:
                 del self._by_response[dropped.response_id]
 
     def recent(self, count: int, tenant: str | None = None) -> list[RequestRecord]:
-        """Return up to `count` finished records, the latest first; only records of `tenant`, if given."""
+        """Return up to `count` finished records, the latest first. `tenant`: return only this tenant's records."""
         with self._lock:
             finished: Iterator[RequestRecord] = reversed(list(self._finished))
         return [record for record in finished if tenant is None or record.tenant == tenant][:count]
@@ -362,7 +362,7 @@ class Records:
             return dict(self._tenants)
 
     def sessions(self, limit: int | None, tenant: str | None = None) -> list[tuple[str, str, SessionStats]]:
-        """Return tenant, id and totals of sessions, the last used first; only sessions of `tenant`, if given."""
+        """Return tenant, id and totals of sessions, the last used first. `tenant`: return only its sessions."""
         with self._lock:
             newest_first = list(reversed(self._sessions.items()))
         return [(owner, name, stats) for (owner, name), stats in newest_first if tenant in (None, owner)][:limit]

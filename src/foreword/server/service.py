@@ -460,7 +460,7 @@ class Service:
     async def start(
         self, caller: Caller, response_id: str, prompts: Sequence[Prompt], params: SamplingParams, *, stream: bool
     ) -> AnswerStream:
-        """Continue prompts; returns once the engine has queued them.
+        """Continue prompts. Returns as soon as the engine has queued them.
 
         Raises APIError: 400 if a prompt is refused, 429 if the queue is full, 503 if the engine has failed.
         """

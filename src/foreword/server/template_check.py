@@ -145,7 +145,7 @@ def _prompt(tokenizer: Tokenizer, messages: Sequence[Message], inputs: Mapping[s
 
 
 def log_template(tokenizer: Tokenizer | None, report: TemplateReport, changes: Sequence[TemplateChange]) -> None:
-    """Log the findings of the probe and of the check."""
+    """Log the template's losses (`report`) and the changes of earlier turns (`changes`)."""
     if tokenizer is not None and tokenizer.chat_template is None:
         logger.warning(
             "the model has no chat template: it answers texts (/v1/completions), and conversations are refused; name "

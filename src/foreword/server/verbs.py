@@ -42,7 +42,7 @@ def _most(answers: list[list[int]]) -> list[int]:
 
 
 def _all_prefixes(answers: list[list[PrefixNode] | None]) -> list[PrefixNode] | None:
-    """Return the nodes of all trees, numbered anew so that ids are unique; None if no engine has a tree."""
+    """Return the nodes of all trees, with new ids, which are unique; None if no engine has a tree."""
     trees = [nodes for nodes in answers if nodes is not None]
     if len(trees) < 2:
         return trees[0] if trees else None
@@ -59,7 +59,7 @@ def _all_prefixes(answers: list[list[PrefixNode] | None]) -> list[PrefixNode] | 
 
 
 def _each_once(answers: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the entries of all engines. If several engines have an entry, return the report with most kept tokens."""
+    """Return all engines' entries. If several engines have an entry, return the report with the most kept tokens."""
     of_id: dict[str, dict[str, Any]] = {}
     for report in chain.from_iterable(answers):
         of_id[report["id"]] = max(of_id.get(report["id"], report), report, key=lambda entry: entry["kept_tokens"])

@@ -96,7 +96,7 @@ class ServedAdapters:
         self._served[request.lora_name] = request
 
     def remove(self, name: str) -> bool:
-        """Stop serving an adapter; returns whether it was served. Running requests keep it until they end."""
+        """Stop serving an adapter. Returns whether it was served. Running requests keep the adapter until they end."""
         return self._served.pop(name, None) is not None
 
 

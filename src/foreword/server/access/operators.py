@@ -29,7 +29,7 @@ _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "
 
 
 class Operators:
-    """Decides whether a caller is an operator. Belongs to the event loop."""
+    """Decides whether a caller is an operator. Only the event loop may use it."""
 
     def __init__(
         self, operator_key: str | None, *, asks_for_keys: bool, is_tenants: Callable[[str], bool] = lambda _: False

@@ -71,7 +71,7 @@ class Tenant:
 
 
 class Tenants:
-    """The keys of a server. Belongs to one thread."""
+    """The keys of a server. Only one thread may use an instance."""
 
     def __init__(
         self,

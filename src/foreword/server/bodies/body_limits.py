@@ -168,7 +168,7 @@ class BodyLimits:
                     num_characters += sum(_num_characters(part) for part in content)
                     num_pictures += self._num_pictures(content, f"{name}[{number}].{key}")
             if self.max_pictures and isinstance(message, dict) and isinstance(message.get("images"), list):
-                num_pictures += len(message["images"])  # Ollama's
+                num_pictures += len(message["images"])  # Ollama's field for pictures
         if num_parts > self.max_model_len:
             raise _too_many(num_parts, self.max_model_len, f"the contents of {name}", name)
         if num_pictures > self.max_pictures:

@@ -24,7 +24,7 @@ OPEN_LIST, CLOSE_LIST, OPEN_OBJECT, CLOSE_OBJECT = 91, 93, 123, 125
 
 
 class JsonSize(NamedTuple):
-    """Counts of the objects that `json.loads` would make; upper bounds if the text is not JSON."""
+    """Counts of the objects that `json.loads` would make. If the text is not JSON, they are upper bounds."""
 
     num_values: int
     """Number of values, without the keys of objects."""

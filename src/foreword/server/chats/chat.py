@@ -174,7 +174,7 @@ def with_calls(parts: Sequence[Part], max_calls: int) -> list[Part]:
 async def start_chat(
     service: Service, caller: Caller, response_id: str, chat: Chat, params: SamplingParams, *, stream: bool
 ) -> ChatAnswer:
-    """Answer a conversation; returns once the engine has queued it.
+    """Answer a conversation. Returns as soon as the engine has queued the prompt.
 
     Raises APIError, InvalidRequestError or ChatTemplateError for chats that this model or this server cannot answer.
     """

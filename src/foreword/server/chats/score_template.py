@@ -31,7 +31,7 @@ class ScoreTemplate:
     """The messages that show texts to a model that judges them."""
 
     user: str
-    """The user's message, with {query} and {document}, or with {input}; and perhaps {instruction}."""
+    """The user's message, with {query} and {document}, or with {input}. It may have {instruction} too."""
     labels: tuple[str, ...]
     """The possible answers, one token each. In a ranking, the first label means that the document is relevant."""
     system: str = ""

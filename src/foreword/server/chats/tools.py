@@ -102,7 +102,7 @@ class ToolUse:
 
 
 class LoggedPatterns:
-    """The patterns that a server has logged. Belongs to the event loop."""
+    """The patterns that a server has logged. Only the event loop may use it."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()

@@ -15,7 +15,7 @@ from html import escape
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Request
-from starlette._utils import get_route_path  # routes are matched with it, and the check must see the same path
+from starlette._utils import get_route_path  # Starlette matches routes by this path, so the check must use it
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import HTMLResponse, RedirectResponse, Response

@@ -105,7 +105,7 @@ def _salt_key(salt: str) -> np.uint64:
 
 
 class Insight:
-    """Takes snapshots of the engines. Belongs to the event loop."""
+    """Takes snapshots of the engines. Only the event loop may use it."""
 
     def __init__(self, thread: EngineDoor, records: Records, more_memory: MoreMemory) -> None:
         self._more_memory = more_memory

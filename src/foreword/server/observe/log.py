@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_event(event: str, text: str, **fields: Any) -> None:
-    """Log a line. People read `text`, a format string that is filled with `fields`; programs read the fields."""
+    """Log a line. People read `text`, a format string that is filled with `fields`. Programs read the fields."""
     line = text.format(**fields)
     logger.info("%s", line, extra={"fields": {"event": event, **fields}})
 
@@ -102,7 +102,7 @@ def _advice(options: EngineConfig, config: ServerConfig) -> list[str]:
 
 
 class TrafficLog:
-    """Logs a line every `interval_s` seconds while there is traffic. Belongs to the event loop."""
+    """Logs a line every `interval_s` seconds while there is traffic. Only the event loop may use it."""
 
     def __init__(self, insight: Insight, records: Records, interval_s: float) -> None:
         self._insight = insight

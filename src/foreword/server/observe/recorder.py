@@ -85,7 +85,7 @@ class Recorder:
                 record, earliest = ended
                 if record.first_scheduled_time is None:
                     self._let_go(record)
-                else:  # it waits until the requests that arrived before it have ended
+                else:  # wait until the requests that arrived before it have ended
                     heapq.heappush(self._waiting, (record.arrival_time, record.request_id, record))
             if time.monotonic() >= self._may_write_at:
                 self._write_those_before(earliest)

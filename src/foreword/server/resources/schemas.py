@@ -32,7 +32,7 @@ class ServedSchema:
 
 
 class KeptSchemas:
-    """Schemas by tenant and name. All methods except `load` belong to the event loop."""
+    """Schemas by tenant and name. Only the event loop may call methods other than `load`."""
 
     def __init__(self, open_library: Callable[[], Library], max_tokens: int) -> None:
         """`max_tokens`: the limit of the tokens of one tenant's schemas."""
@@ -45,9 +45,10 @@ class KeptSchemas:
         return sum(schema.num_bytes for schema in self._all())
 
     def load(self, text: str, go_on: Callable[[], object] = lambda: None) -> LoadedSchema:
-        """Lay out a schema. Call it in a thread, because it may take long. Raises InvalidRequestError, with the place.
+        """Lay out a schema. Call it in a thread, because it may take long.
 
-        Calls `go_on` repeatedly. If `go_on` raises an exception, the work ends.
+        Calls `go_on` repeatedly. If `go_on` raises an exception, the work ends. Raises InvalidRequestError with the
+        place of a mistake.
         """
         if self._library is None:
             self._library = self._open_library()

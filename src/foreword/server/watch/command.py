@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Follow an engine until interrupted; returns the exit code."""
+    """Follow an engine until interrupted. Returns the exit code."""
     if not LEAST_INTERVAL_S <= args.interval <= MOST_INTERVAL_S:
         raise ConfigError(
             f"interval={args.interval:g} is out of range; use {LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:,} seconds"

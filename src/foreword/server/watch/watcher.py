@@ -396,7 +396,7 @@ def _numbers(keys: Sequence[Key]) -> PrefixKeys:
 
 
 class _Recording:
-    """A trace of the requests that were seen. Its times count from the first request."""
+    """A trace of the requests that were seen. Times count from the first request."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -125,7 +125,7 @@ def _as_blocks(content: Any) -> Any:
 Texts = Annotated[
     list[TextBlock], Field(fail_fast=True), BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])
 ]
-"""A string or blocks of text; the result is always blocks."""
+"""A string or blocks of text. A string is converted to a block."""
 
 
 Shown = Annotated[
@@ -174,7 +174,7 @@ class Tool(_Block):
     description: str | None = None
     input_schema: dict[str, Any]
     cache_control: CacheControl | None = None
-    # Accepted, without effect here.
+    # Accepted, but without effect.
     strict: bool | None = None
     defer_loading: bool | None = None
     eager_input_streaming: bool | None = None
@@ -244,7 +244,7 @@ class _Conversation(Body):
     """The name of `output_config.format` in older clients."""
     cache_control: CacheControl | None = None
     context_management: ContextManagement | None = None
-    # Accepted, without effect here.
+    # Accepted, but without effect.
     speed: Literal["standard"] | None = None
     user_profile_id: Opaque | None = None
     workspace_id: Opaque | None = None
@@ -265,12 +265,12 @@ class CreateMessageRequest(_Conversation):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     metadata: RequestMetadata | None = None
-    # Ours.
+    # Fields of foreword itself.
     session_id: SessionId | None = None
     seed: int | None = None
     cache_salt: Salt | None = None
     priority: Priority | None = None
-    # Accepted, without effect here.
+    # Accepted, but without effect.
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: Opaque | None = None
     container: Unsupported = None

@@ -127,9 +127,9 @@ class _Turn:
 
     role: str
     where: str
-    """The place of its first message, for errors."""
+    """The place of the turn's first message, for errors."""
     blocks: Sequence[tuple[str, AnyBlock]]
-    """The place and the content of each of its blocks."""
+    """The place and the content of each block of the turn."""
 
     @property
     def is_blank(self) -> bool:

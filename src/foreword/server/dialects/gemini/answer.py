@@ -47,7 +47,7 @@ class GeneratedContent(AnswerWriter):
         return self._frame([self._candidate(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)])
 
     def events_of(self, deltas: Sequence[Delta]) -> list[Event]:
-        """Return one chunk, as an event without a name; no event if there is nothing to show yet."""
+        """Return one chunk, as an event without a name. If there is nothing to show yet, return no event."""
         candidates = [self._candidate(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
         silent = {"content", "index"}
         changed = [each for each in candidates if each.keys() - silent or each["content"]["parts"] != _EMPTY]

@@ -245,7 +245,7 @@ async def _drop(service: Service, content_id: str) -> None:
 
 
 async def _compute(call: Call[CreateCachedContentRequest], content: CachedContent) -> int:
-    """Compute a cached content and keep its KV; returns the number of its tokens."""
+    """Compute a cached content and keep its KV. Returns the number of its tokens."""
     service = call.service
     beginning, template = CachedBeginning(call.body, _keep(service, content)), template_of(service)
     chat = await call.work(lambda: read_chat(_QUESTION, template, call.num_bytes, beginning))

@@ -249,11 +249,11 @@ class GenerateContentRequest(GoogleBody):
     cached_content: Annotated[str, Field(max_length=1024)] | None = None
     store: Unsupported = None
     continuation_token: Unsupported = None
-    # Accepted, without effect here.
+    # Accepted, but without effect.
     safety_settings: list[dict[str, Any]] | None = None
     labels: dict[str, str] | None = None
     service_tier: Word | None = None
-    # Ours.
+    # Fields of foreword itself.
     session_id: SessionId | None = None
     cache_salt: Salt | None = None
     priority: Priority | None = None
@@ -277,7 +277,7 @@ class CreateCachedContentRequest(CachedSource):
     expire_time: Word | None = None
     name: Unsupported = None
     kms_key_name: Unsupported = None
-    # Ours.
+    # Fields of foreword itself.
     cache_salt: Salt | None = None
     priority: Priority | None = None
 

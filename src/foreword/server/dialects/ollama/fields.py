@@ -40,7 +40,7 @@ class Options(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     num_ctx: Integer | None = None
-    # Accepted, without effect here.
+    # Accepted, but without effect.
     numa: bool | None = None
     num_batch: Integer | None = None
     num_gpu: Integer | None = None
@@ -80,10 +80,10 @@ class _Call(Body):
 
     model: Name
     options: Options | None = None
-    # Ours.
+    # Fields of foreword itself.
     cache_salt: Salt | None = None
     priority: Priority | None = None
-    # Accepted, without effect here.
+    # Accepted, but without effect.
     keep_alive: KeepAlive | None = None
 
 
@@ -114,9 +114,9 @@ class _Generation(_Call):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncate: bool | None = None
     """Whether the earliest messages may be left out if the conversation is too long."""
-    # Ours.
+    # Fields of foreword itself.
     session_id: SessionId | None = None
-    # Accepted, without effect here.
+    # Accepted, but without effect.
     shift: bool | None = None
 
 

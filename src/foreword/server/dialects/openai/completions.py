@@ -267,7 +267,7 @@ class _ChatCompletion(ChoicesAnswer):
         return choices
 
     def _changes(self, choice: int, part: Part) -> list[Chunk]:
-        """Return the `delta`s for a piece of text, or for a call: first its name, then its arguments."""
+        """Return the `delta` of a text, or the two `delta`s of a call: one with the name, one with the arguments."""
         if not isinstance(part, ToolCall):
             return [{"reasoning_content" if isinstance(part, Reasoning) else "content": part.text}]
         index = self._num_sent.get(choice, 0)

@@ -131,7 +131,7 @@ class AnyCall(Body):
     # OpenAI's caching.
     prompt_cache_key: Identifier | None = None
     prompt_cache_options: CacheOptions | None = None
-    # Accepted, without effect here.
+    # Accepted, but without effect.
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Identifier | None = None
@@ -537,7 +537,7 @@ class FunctionCallItem(Unmarkable):
 
 
 class CustomCallItem(Unmarkable):
-    """A call of a custom tool in an earlier response; its input is any text."""
+    """A call of a custom tool in an earlier response. The call's input is any text."""
 
     type: Literal["custom_tool_call"]
     call_id: str
@@ -639,7 +639,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Part):
-    """`reasoning` of a response; only its effort is used."""
+    """`reasoning` of a response. Only `effort` is used."""
 
     effort: Word | None = None
 
@@ -667,5 +667,5 @@ class ResponsesRequest(AnyCall):
     conversation: Unsupported = None
     prompt: Unsupported = None
     chat_template_kwargs: TemplateInputs | None = None
-    # Accepted, without effect here.
+    # Accepted, but without effect.
     client_metadata: dict[str, Any] | None = None
