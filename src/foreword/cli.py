@@ -95,7 +95,7 @@ class _HelpLines(argparse.HelpFormatter):
 
 
 class _LateParser(argparse.ArgumentParser):
-    """A command's parser. It imports the command's module only if the command is given: others then start sooner."""
+    """A command's parser. It imports the command's module only if the command is given, so that others start sooner."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _HelpLines, **options})
@@ -287,7 +287,7 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
         config = ServerConfig(**server_options)
         check_address(config.host, config.port)
         check_files(config)
-        read_gate(config, allows_links=bool(options.get("allow_links")))  # reports its mistakes before loading
+        read_gate(config, allows_links=bool(options.get("allow_links")))  # reports mistakes in its file before loading
         if fleet.replicas:
             with extra_for(f"replicas={fleet.replicas}", "cluster"):
                 from foreword.fleet.run import serve_replicas

@@ -8,12 +8,12 @@ Knows only names. `ForewordError` catches all of them; each message names the wr
     │   ├── RequestTooLargeError   the request would not fit into the whole block pool
     │   ├── ChatTemplateError      chat() on a tokenizer that cannot render a conversation
     │   └── PMLError               a file of prompt modules is wrong, at a line and column
-    │       ├── PMLSyntaxError     it is not well-formed, has an unknown tag or attribute, or is too large
+    │       ├── PMLSyntaxError     the text is not well-formed, has an unknown tag or attribute, or is too large
     │       ├── SchemaError        names, unions, scaffolds or parameters of a schema contradict each other
     │       └── PromptError        a prompt asks for what its schema does not have, or has no room for
     ├── ConfigError                (also a ValueError)  an option of the engine is out of range
     ├── ModelLoadError             the model's files cannot be read
-    │   └── UnsupportedModelError  they can, but this engine cannot run the architecture
+    │   └── UnsupportedModelError  they can be read, but this engine cannot run the architecture
     ├── CacheBusyError             the cache cannot be reset while requests hold its blocks
     ├── AllocationError            (also a ValueError)  the cache is asked for slots or blocks that cannot be given
     ├── EventsLostError            a stream of cache events has a gap
@@ -107,15 +107,15 @@ class EventsLostError(ForewordError):
 
 
 class NoReplicaError(ForewordError):
-    """No replica may take the request now; another attempt may succeed once one joins."""
+    """No replica may take the request now; another attempt may succeed once a replica joins."""
 
 
 class AdaptersBusyError(ForewordError):
-    """Requests hold adapters of as many bytes as may be in memory; another attempt may succeed once some have ended."""
+    """Requests hold all the memory that adapters may take; another attempt may succeed once some requests end."""
 
 
 class MediaBusyError(ForewordError):
-    """Requests hold pictures or embeddings of as many bytes as may be in memory; try again when some have ended."""
+    """Requests hold all the memory that pictures or embeddings may take; try again when some requests have ended."""
 
 
 class TraceError(ForewordError):

@@ -1,7 +1,7 @@
 """Linking: copies tokens of a prompt from their sources, and checks how well a model answers then.
 
-A linked token has seen its source's beginning and nothing of the prompt before it. The methods differ in the linkable
-tokens that they compute instead:
+A linked token's KV was computed after the beginning of the token's source, without the prompt before the token. The
+methods differ in the linkable tokens that they compute instead of linking them:
 
     none        nothing: Prompt Cache (Gim et al., MLSys 2024)
     first-K     the first K tokens of each module or document: EPIC's LegoLink (Hu et al., ICML 2025)
@@ -9,8 +9,8 @@ tokens that they compute instead:
                 layer: CacheBlend (Yao et al., EuroSys 2025)
     all         everything: the plain prompt, bit for bit, if its positions have no gaps
 
-Every method also computes the rest of a text after an argument, because in the source this text has seen placeholders.
-If a prompt begins like its sources, this beginning is exact. It is computed, or found as a prefix.
+Every method also computes the rest of a text after an argument, because in the source this text comes after
+placeholders. If a prompt begins like its sources, this beginning is exact. It is computed, or found as a prefix.
 
 `foreword pml measure` counts the right answers that linking costs with one model, and writes this file:
 
@@ -65,7 +65,7 @@ class Deviations(Protocol):
     def measure(self, token_ids: IntArray, links: Links, salt: str | None = None) -> FloatArray:
         """Return the squared deviation of each linked token's KV, [tokens].
 
-        It depends on tokens, positions and runs alone. `salt` is the tenant's. Raises InvalidRequestError.
+        The deviation depends only on tokens, positions and runs. `salt` is the tenant's. Raises InvalidRequestError.
         """
         ...
 
@@ -80,7 +80,7 @@ class Method:
     after_arguments: bool = True
     """Whether the text after an argument is computed. False is only for comparison, because its answers are wrong."""
     percent: int | None = None
-    """The percentage of the linkable tokens, the most deviating, to compute; None: deviations do not matter."""
+    """The percentage of the linkable tokens to compute, the most deviating ones; None: deviations do not matter."""
 
     @classmethod
     def parse(cls, name: str | Method) -> Method:
@@ -100,7 +100,7 @@ class Method:
         )
 
     def num_computed(self, part: Part) -> int:
-        """Return how many first tokens of a linkable part are computed in the prompt."""
+        """Return the number of first tokens of a linkable part that are computed in the prompt."""
         assert part.span is not None
         first_k = self.first_k if part.first_k is None or self.first_k is None else part.first_k
         if first_k is None:
@@ -145,7 +145,7 @@ def link_parts(
 
 
 def check_choice(method: Method, deviations: Deviations | None) -> None:
-    """Raise InvalidRequestError if the method chooses by deviation, and this process has no layers to measure it."""
+    """Raise InvalidRequestError if the method chooses by deviation, which this process has no layers to measure."""
     if method.percent is not None and deviations is None:
         raise InvalidRequestError(
             f"link={method.name!r} needs the first layers of a model, and this process has none for it; load the model "
@@ -179,7 +179,7 @@ def composition_of(prompt: Any, text: Callable[[], SchemaText | None]) -> Compos
 def with_links(
     prompt: Prompt, composition: Composition | None, link: str | Method, deviations: Deviations | None = None
 ) -> Prompt:
-    """Return the prompt with its parts linked by a method. Raises InvalidRequestError if it has no parts.
+    """Return the prompt with its parts linked by a method. Raises InvalidRequestError if the prompt has no parts.
 
     `deviations`: None if the engine links nothing.
     """
@@ -211,7 +211,7 @@ class Rightness:
     def loss_interval(self) -> tuple[float, float]:
         """The 95% interval of `loss`, which is a difference of paired shares (Bonett and Price, 2012).
 
-        With n prompts, l = (lost + 1) / (n + 2) and g = (gained + 1) / (n + 2), it is
+        With n prompts, l = (lost + 1) / (n + 2) and g = (gained + 1) / (n + 2), the interval is
         l - g -+ 1.96 sqrt((l + g - (l - g)^2) / (n + 2)).
         """
         size = self.num_prompts + 2
@@ -299,11 +299,11 @@ def _methods(content: Mapping[str, Mapping[str, Any]]) -> dict[str, Rightness]:
 
 @dataclass(frozen=True)
 class Gate:
-    """Lets those methods be served that keep enough of the right answers."""
+    """Allows the methods that keep enough of the right answers."""
 
     least: float
-    """The upper end of a method's 95% interval of the loss, a share of all prompts, may be 1 - `least` at most. 0 lets
-    every method pass, measured or not."""
+    """A method passes if the upper end of the 95% interval of its loss, as a share of all prompts, is at most 1 -
+    `least`. If this is 0, every method passes, measured or not."""
     measured: MeasuredLinks | None = None
 
     def check_model(self, model_id: str) -> None:
@@ -383,12 +383,12 @@ class PartLinks:
     num_linked_tokens: int
     """Tokens that would be copied; the others are computed in the prompt."""
     num_missing_tokens: int
-    """Tokens of its source that are not cached, and that would be computed separately before the prompt."""
+    """Tokens of the part's source that are not cached, and that would be computed separately before the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkExplanation:
-    """The tokens that a method would link in a prompt, by part. It ignores whether an equal composition is cached."""
+    """The tokens that a method would link in a prompt, by part, even if an equal composition is cached."""
 
     method: str
     num_tokens: int
@@ -419,7 +419,7 @@ class LinkExplanation:
 def explain_parts(
     composition: Composition, method: Method, runs: Sequence[tuple[LinkedRun, int]], block_size: int
 ) -> LinkExplanation:
-    """Count linked and missing tokens by part. `runs` are copied; each has the number of uncached source tokens."""
+    """Count linked and missing tokens by part. Each copied run has the number of source tokens that are not cached."""
     waiting, parts = deque(runs), []  # each run lies in one part; a method may leave several in a part
     in_blocks: dict[str, bool] = {}
     """Name -> whether any token lies in a whole block of its source."""
@@ -456,9 +456,9 @@ class LinkedAnswer:
 def compare_methods(
     methods: Sequence[str], answer: Callable[[Method], tuple[RequestOutput, float]]
 ) -> list[LinkedAnswer]:
-    """Return the answers of these methods, and of `all`, which comes last unless it is among them.
+    """Return the answers of these methods and of the method `all`, which comes last if it is not among them.
 
-    `answer` continues the prompt by one method, and also returns the milliseconds to its first token. Raises
+    `answer` answers the prompt by one method, and returns the output and the milliseconds to the first token. Raises
     InvalidRequestError for unknown methods, or if no method is given.
     """
     if isinstance(methods, str) or not methods:

@@ -1,4 +1,4 @@
-"""Log lines: text for people or JSON for programs. A thread of its own writes them, and may wait for the reader."""
+"""Log lines: text for people or JSON for programs. A separate thread writes them, and may wait for the reader."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class JsonLines(logging.Formatter):
 
 
 class PatientHandler(logging.Handler):
-    """Writes lines to a stream in a thread of its own, so that loggers never wait for the stream's reader.
+    """Writes lines to a stream in a separate thread, so that loggers never wait for the stream's reader.
 
     At most `max_lines` lines wait. If the queue is full, further lines are lost, and a later line says so.
     """

@@ -1,7 +1,7 @@
 """`foreword bench calibrate`: measures this machine's rates for `foreword replay --flops --bandwidth`.
 
 Replay's cost model predicts the time of a step from two rates. This command measures steps, and solves for the rates.
-It assumes that arithmetic limits prefill and that memory limits the decoding of one request.
+The command assumes that arithmetic limits prefill and that memory limits the decoding of one request.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def calibrate(
     pairs = prefill_tokens * (prefill_tokens + 1) / 2
     flops = prefill_tokens * cost.flops_per_token + pairs * cost.flops_per_pair
     num_bytes = cost.weight_bytes + (DECODE_CONTEXT + DECODE_STEPS / 2) * cost.kv_bytes_per_token
-    # Measured times include the cost model's constant per step. At most half of a measured time is taken off for it.
+    # Measured times include the cost model's constant per step. It is subtracted, but at most half of a measured time.
     return Calibration(
         flops_per_s=flops / max(prefill - cost.overhead_s, prefill / 2),
         bytes_per_s=num_bytes / max(decode - cost.overhead_s, decode / 2),

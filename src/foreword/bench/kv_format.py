@@ -1,6 +1,6 @@
 """`foreword bench kv-format`: measures how much more KV fits in eight bits, and how that changes predictions.
 
-It uses a user's model and texts.
+The measurement runs a user's model on the user's texts.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """`foreword bench trace`: runs recorded traffic, and compares the reuse with the reuse that the recording allows.
 
 Mooncake publishes such recordings, and `serve --record` writes them. A recording names the content of every block by an
-id. So the reuse that it allows can be computed from ids alone, and compared with the engine's own count. A recording is
-scaled down for a small machine: blocks of 512 tokens become blocks of 16 tokens, and lengths shrink by the same factor,
-so requests share the same parts. Blocks of 16 tokens stay as they are:
+id. So the reuse that a recording allows can be computed from ids alone, and compared with the engine's count. A
+recording is scaled down for a small machine: blocks of 512 tokens become blocks of 16 tokens, and lengths shrink by the
+same factor, so requests share the same parts. Blocks of 16 tokens stay as they are:
 
     recorded   |-- id 0: 512 tokens --|-- id 7: 512 tokens --|- id 9: 102 -|    input_length 1126
     scaled     |-- id 0:  16 tokens --|-- id 7:  16 tokens --|- id 9:   4 -|    36 prompt tokens
 
-No other request shares a partial last block without an id, so it gets a new id.
+No other request shares a partial last block without an id, so such a block gets a new id.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _scaled(num_tokens: int, block_tokens: int) -> int:
 
 
 def prompt_token_ids(request: TraceRequest, vocab_size: int, seed: int) -> npt.NDArray[np.int32]:
-    """The tokens of a prompt. A block id has the same tokens in all prompts; a partial block has the first of them."""
+    """The tokens of a prompt. A block id has the same tokens in all prompts; a partial block has the first of these."""
     blocks = [
         np.random.default_rng((seed, block_id)).integers(vocab_size, size=BLOCK_TOKENS)
         for block_id in request.block_ids
@@ -117,7 +117,7 @@ class UnlimitedCache:
         self._node_of: dict[tuple[int, int], int] = {}  # (node of the blocks before, block id) -> node
 
     def admit(self, request: TraceRequest) -> int:
-        """Add the next request, whose full blocks can be reused from now on. Returns its own reusable prompt tokens.
+        """Add the next request, whose full blocks can be reused from now on. Returns its own number of reusable tokens.
 
         Blocks that another request is still computing count, because a request waits for them. A prompt's last token is
         always computed.
@@ -138,7 +138,7 @@ class TraceBenchOptions:
     """The recording, the model and the limits of a run."""
 
     file: Path
-    """Mooncake-style JSONL."""
+    """Recording in Mooncake's format."""
     model: str | None = None
     """Folder or hub id; None: a random model of about 0.1B parameters, made for this run."""
     max_requests: int = 300
@@ -209,7 +209,7 @@ class TraceReport:
     """Cached blocks whose memory was given to other content."""
     preemptions: int
     explanation: str
-    """Why the reuse differs from the reuse that the trace allows; empty if it does not, or the reason is unknown."""
+    """Why the reuse differs from the reuse that the trace allows; empty if it is equal, or the reason is unknown."""
     hit_rate: float
     """Share of the prompt tokens that were reused, 0.0 to 1.0."""
     ttft_hits: Latency

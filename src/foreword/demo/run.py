@@ -130,7 +130,7 @@ def run_demo(*, as_json: bool) -> int:
 
 
 def embedded_model() -> Any:
-    """Context manager that gives the embedded model's folder."""
+    """Returns a context manager that gives the embedded model's folder."""
     return as_file(files("foreword.demo") / "weights")
 
 
@@ -203,7 +203,7 @@ def _workload_table(reports: list[WorkloadReport]) -> Table:
 
 
 def _summary(reports: list[WorkloadReport], answers: list[Answer]) -> dict[str, Any]:
-    """The content of --json. Its times are from the shipped model's long document."""
+    """The content of --json. The times are those of the shipped model's workload with a long document."""
     num_prompt_tokens = sum(report.num_prompt_tokens for report in reports)
     return {
         "hit_rate": round(sum(report.num_reused_tokens for report in reports) / num_prompt_tokens, 4),

@@ -3,7 +3,7 @@
 Training, `foreword pml measure` and the benchmark of linking draw their cases here.
 
     independent   facts alone: a check, since no question needs two parts
-    cut           the same, for callers that cut the text into pieces of equal numbers of tokens, in the middle of facts
+    cut           the same facts, for callers that cut the text into pieces of equal length in tokens, even in a fact
     parameters    the key words of the fact that is asked for are an argument: the text after them needs them
     order         a fact is stated again in a later part, and the last statement is right: needs positions
     scope         "In Lisbon:" in one part, facts of Lisbon in the next: each line needs a line of another part

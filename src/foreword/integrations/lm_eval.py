@@ -1,6 +1,6 @@
 """The model "foreword" of lm-eval: evaluations in this process, whose likelihoods read shared contexts from the cache.
 
-Import it before lm-eval looks for the model:
+Import this module before lm-eval looks for the model:
 
     python -c "import foreword.integrations.lm_eval, lm_eval.__main__ as cli; cli.cli_evaluate()" run \\
         --model foreword --model_args pretrained=path/to/model --tasks arc_easy

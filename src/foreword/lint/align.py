@@ -19,7 +19,7 @@ Shingles = npt.NDArray[np.uint64]
 SHINGLE_TOKENS = 6
 """Length in tokens of a run that two prompts hardly share by accident."""
 MAX_RUNS = 400
-"""Limit of the runs among which the chain is sought, because this takes quadratic time. The longest runs are used."""
+"""The most runs among which the chain is sought, because the search takes quadratic time. The longest runs are used."""
 _FACTORS = np.cumprod(np.full(SHINGLE_TOKENS, 0x9E3779B97F4A7C15, np.uint64)) | np.uint64(1)
 _MIXER = np.uint64(0xBF58476D1CE4E5B9)
 
@@ -94,7 +94,7 @@ def _runs(ours: TokenIds, theirs: TokenIds) -> list[Block]:
 
 
 def _chain(runs: list[Block]) -> list[Block]:
-    """Return the chain of runs that ascends in both prompts and has most tokens."""
+    """Return the chain of runs that ascends in both prompts and has the most tokens."""
     if not runs:
         return []
     theirs, lengths = (np.array([run[field] for run in runs], np.int64) for field in (1, 2))

@@ -17,7 +17,7 @@ Spell = Callable[[Sequence[int]], str]
 
 CONTEXT_TOKENS = 24
 MAX_LOOKED_AT = 12
-"""Limit of the prompts whose text is read for a slot."""
+"""The most prompts whose text is read for a slot."""
 PASSAGE_WORDS = 64
 """A text of at least this many words is called a passage."""
 

@@ -1,7 +1,7 @@
 """The linter's core: finds why prompts of one kind differ early, the cost of that, and the savings of remedies.
 
-The linter rewrites the prompts as each remedy would, and replays the rewritten prompts. Its figures come from the
-replay.
+The linter rewrites the prompts as each remedy would, and replays the rewritten prompts. The replay gives the figures of
+the report.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK_TOKENS = 16
 STABLE_BLOCKS = 2
 """Differences with fewer blocks between them count as one slot, because a cache would find nothing between them."""
 MAX_TRIED = 24
-"""Limit of the remedies that one round tries. Remedies that concern the most prompts are tried."""
+"""The most remedies that one round tries: the remedies that concern the most prompts."""
 SHOWN_TOKENS = 16
 LETTERS = re.compile(r"[^\W\d_]+")
 MAX_EXAMPLES = 3
@@ -51,7 +51,7 @@ class Finding:
     examples: tuple[str, ...]
     """Different texts of the place, each with the text that follows."""
     wasted_tokens: int
-    """Tokens that were computed again because of this place and would still be after the earlier findings' remedies."""
+    """Tokens that are computed again because of this place, even with the remedies of the earlier findings."""
     hit_rate_after: float
     """The hit rate with the remedies of this finding and of all earlier findings."""
 
@@ -84,7 +84,7 @@ class LintReport:
         return sum(finding.wasted_tokens for finding in self.findings)
 
     def a_day(self, num_tokens: int) -> float | None:
-        """Return the tokens a day at these requests' rate; None if their times are unknown or too close together."""
+        """Return the tokens a day at these requests' rate; None if the times are unknown or too close together."""
         span_ms = self.span_ms
         return None if span_ms is None or span_ms < MIN_SPAN_MS else num_tokens * DAY_MS / span_ms
 

@@ -147,7 +147,7 @@ def _written_otherwise(body: Mapping[str, Any]) -> str | None:
 
 
 def _parts(conversation: Conversation, token_ids: TokenIds, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the span of each message. If the template cannot show it without the next message, both are joined."""
+    """Return the span of each message. If the template cannot render a message without the next, both are joined."""
     parts: list[dict[str, Any]] = []
     first, roles = 0, []
     for count, message in enumerate(conversation.messages, 1):

@@ -26,11 +26,11 @@ from foreword.text import Tokenizer
 SAME_KIND = 0.3
 """Two prompts are of one kind if they share at least this part of the shorter prompt's runs of tokens."""
 SAME_CONVERSATION = 0.5
-"""Prompts of a kind are of one conversation if they share this part of the runs that most of the kind do not have."""
+"""Prompts of a kind are of one conversation if they share this part of the runs that few of the kind have."""
 MAX_KINDS = 256
-"""Limit of the kinds. Further prompts that fit no kind are left out."""
+"""The most kinds. Further prompts that fit no kind are left out."""
 MOST_RUNS = 2_000_000
-"""Limit of the runs of tokens in memory. Of more runs, an even sample is kept."""
+"""The most runs of tokens in memory. If there are more, an even sample is kept."""
 MAX_REPORTED_LINES = 5
 MAX_TIME_MS = 1e14
 WITHOUT_TEXT = (
@@ -41,7 +41,7 @@ WITHOUT_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class LintPrompt:
-    """One request's prompt, in order of arrival."""
+    """One request's prompt."""
 
     token_ids: TokenIds
     timestamp_ms: float | None = None
@@ -96,7 +96,7 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(slots=True)
 class RecordedPrompts:
-    """The prompts of a file, in its order."""
+    """The prompts of a file, in the file's order."""
 
     prompts: list[LintPrompt] = field(default_factory=list)
     num_malformed: int = 0
@@ -174,7 +174,7 @@ def _prompt(record: Any, where: str, tokenizer: Tokenizer) -> LintPrompt:
 
 
 def _dated(template: str, time_ms: float | None) -> str | None:
-    """Return the template with the request's date in place of today's; None if it writes no date, or without a time."""
+    """Return the template with the request's date in place of today's. None if no date is written or no time known."""
     if time_ms is None or not DATE_CALL.search(template):
         return None
     moment = EPOCH + timedelta(milliseconds=min(time_ms, MAX_TIME_MS))

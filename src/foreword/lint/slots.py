@@ -21,7 +21,7 @@ from foreword.lint.align import Block, TokenIds, aligned
 VARIES = 0.1
 """A place varies if at least this share of the prompts differ there."""
 MAX_JOINED = 8
-"""Limit of the successive differences that are joined into one change of order."""
+"""The most successive differences that are joined into one change of order."""
 
 Words = Callable[[TokenIds], tuple[str, ...]]
 Span = tuple[int, int]

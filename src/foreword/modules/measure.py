@@ -1,7 +1,7 @@
 """`foreword pml measure --model M`: measures how many right answers linking loses with one model.
 
-Each question goes to `all`, which is the plain prompt bit for
-bit, and to each method, greedy. With `--gaps` all are asked again with gaps between positions.
+Each question is asked with the method `all`, which is the plain prompt bit for bit, and with each other method. Answers
+are greedy. With `--gaps`, all questions are asked again with gaps between positions.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Arm:
     name: str
     method: Method
     salt: str | None = None
-    """A cache namespace of its own, for an arm whose cached bits differ from other arms', or whose times count."""
+    """A separate cache namespace, for an arm whose cached bits differ from other arms', or whose times count."""
     changed: Callable[[LLM], AbstractContextManager[None]] = lambda llm: nullcontext()
     """A context that changes the model while the arm answers, for a negative control."""
 
@@ -122,7 +122,7 @@ class Tally:
         return Rightness(num_prompts, self.num_lost, self.num_gained)
 
     def as_json(self) -> dict[str, Any]:
-        """Percentages with 95% intervals, the mean share, and the median time."""
+        """Percentages with 95% intervals, the mean share of computed tokens, and the median time to the first token."""
         num_asked = self.num_with_answer
         facts: dict[str, Any] = {"prompts": self.num_asked, "linked_prompts": self.num_linked, "right": None}
         if num_asked:
@@ -158,7 +158,7 @@ def wilson(right: int, count: int) -> Interval:
 def tally(
     llm: LLM, prompts: Iterable[Asked], arms: Sequence[Arm], params: SamplingParams, *, at_once: int = 1
 ) -> dict[str, Tally]:
-    """Ask all prompts with `all`, without gaps between positions, and with each arm; by the arms' names.
+    """Ask all prompts with `all`, without gaps between positions, and with each arm. Returns counts by the arms' names.
 
     `at_once` prompts run together, which is faster. Times are meaningful only if `at_once` is 1. Then each arm has a
     namespace of its own: otherwise a method would find tokens in the cache that another method has computed.
@@ -181,7 +181,7 @@ def tally(
 def _linked_answers(
     llm: LLM, several: Sequence[Asked], arm: Arm, params: SamplingParams, plain: Sequence[Answer]
 ) -> list[Answer]:
-    """Answer with a method. If it links nothing of a prompt without gaps, the plain answer is taken: bits are equal."""
+    """Answer with a method. If it links nothing of a prompt without gaps, the plain answer has the same bits."""
     differs = [prompt.composition.has_gaps or _links_any(prompt.composition, arm.method) for prompt in several]
     linked = [prompt for prompt, may_differ in zip(several, differs, strict=True) if may_differ]
     if arm.salt is not None:
@@ -226,10 +226,10 @@ class Cell:
 
     task: str
     num_tokens: int | None = None
-    """Approximate length of all its documents, in tokens of the embedded tokenizer; None: users' prompts."""
+    """Approximate length of a prompt's documents, in tokens of the embedded tokenizer; None: users' prompts."""
     num_parts: int | None = None
     has_gaps: bool = False
-    """Whether its prompts have gaps between positions."""
+    """Whether the prompts have gaps between positions."""
 
     @property
     def title(self) -> str:
@@ -415,7 +415,7 @@ def _drawn(questions: Questions, cell: Cell, number: int, seed: int) -> Iterator
 
 
 def _params(args: argparse.Namespace, questions: Questions) -> SamplingParams:
-    """Greedy parameters. Without a chat template, a model goes on after an answer, so a line's end stops it."""
+    """Greedy parameters. Without a chat template, a model goes on after an answer, so the end of a line stops it."""
     of_tasks = args.prompts is None
     limit = args.max_tokens or (TASK_TOKENS if of_tasks else USERS_TOKENS)
     return SamplingParams(max_tokens=limit, temperature=0.0, stop=("\n",) if of_tasks and questions.is_plain else ())
@@ -428,7 +428,7 @@ def _as_json(cell: Cell, tallies: Mapping[str, Tally]) -> dict[str, Any]:
 
 
 def _saved(tallies_of: Found, model_id: str, report: dict[str, Any]) -> MeasuredLinks:
-    """Sum up the cells that count, with gaps, without gaps, and edits, for a saved file. Raises ConfigError."""
+    """For a saved file, sum up the counted cells without gaps, those with gaps, and edits. Raises ConfigError."""
     counted = {cell: tallies for cell, tallies in tallies_of.items() if cell.counts}
     dense = _totals({cell: tallies for cell, tallies in counted.items() if not cell.has_gaps})
     with_gaps = _totals({cell: tallies for cell, tallies in counted.items() if cell.has_gaps})
@@ -437,7 +437,7 @@ def _saved(tallies_of: Found, model_id: str, report: dict[str, Any]) -> Measured
 
 
 def _totals(tallies_of: Found) -> dict[str, Rightness]:
-    """For each method, lost and gained answers over all prompts of these cells of which it linked tokens.
+    """For each method, lost and gained answers over all prompts of these cells in which the method linked tokens.
 
     Raises ConfigError if there are too few such prompts to say anything about linking.
     """

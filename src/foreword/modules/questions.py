@@ -27,7 +27,7 @@ from foreword.text.schema_text import schema_text
 CUT_SIZES = (16, 64, 256)
 """Lengths, in tokens, of the pieces in the `cut` tasks."""
 EDIT, EDIT_LEAK = "edit", "edit-leak"
-"""Tasks in which a part of the earlier prompt was cut out. `edit` asks about another part, `edit-leak` about this."""
+"""Tasks in which a part of an earlier prompt was cut out. `edit-leak` asks about this part, `edit` about another."""
 TASK_NAMES = (
     *(name for task in TASKS for name in ([f"cut-{size}" for size in CUT_SIZES] if task == "cut" else [task])),
     EDIT,
@@ -111,7 +111,7 @@ class Questions:
         return Asked(concatenated([head, *sources, after]), case.question.answer, hidden)
 
     def _draw_edit(self, rng: Random, task: str, num_tokens: int, num_parts: int) -> Asked:
-        """Draw a prompt of `num_parts` parts, from which one more was cut out. Parts after the cut can be linked."""
+        """Draw a prompt of `num_parts` parts, from which one more part was cut. Parts after the cut can be linked."""
         each = num_tokens // num_parts
         case = draw(rng, "independent", num_tokens=num_tokens + each, num_parts=num_parts + 1)
         line = Fact(case.question.key, case.question.answer).text
@@ -170,7 +170,7 @@ class Questions:
         return prompts
 
     def _with_argument(self, case: Case, head: TokenIds, after: TokenIds) -> Composition:
-        """Make a case's prompt with the key words of one part as an argument. Its source has placeholders there."""
+        """Make a case's prompt. The key words of one part are an argument, for which the source has placeholders."""
         parts = [Part(head, 0, "text")]
         for number, text in enumerate(case.parts):
             name, begin = str(number), parts[-1].end

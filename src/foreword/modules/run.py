@@ -23,7 +23,7 @@ from foreword.tiers.upkeep.table import print_table
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, arguments: str) -> None:
-    """Add the options of an engine; `arguments` stand before them in the usage."""
+    """Add the options of an engine; `arguments` stand before the options in the usage."""
     flags = Flags(grouped(engine_options()), ENGINE_OPTIONS)
     flags.add_to(parser)
     parser.usage = f"%(prog)s {arguments} [OPTIONS]"
