@@ -64,7 +64,7 @@ class BatchEntry(NamedTuple):
     start: int
     end: int
     samples: bool
-    """Whether this step reaches the end of the sequence, so that it samples a token."""
+    """Whether this step reaches the end of the sequence, so that a token is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Batch:
     """The tokens that rows of pictures or embeddings replace."""
     seen_to: IntArray | None = None
     """[num_tokens]: the end of the positions that each token sees (exclusive), ascending within a request. None: every
-    token sees the positions up to its own."""
+    token sees the positions up to its own position."""
     expected: IntArray = field(default_factory=lambda: NONE_EXPECTED)
     """[expected, 2]: a token's number in this batch, ascending, and the entry of the previous batch that samples it."""
 
@@ -242,7 +242,8 @@ class Batch:
         return replace(self, group_tables=(np.where(given_up, np.int32(null_block), tables),))
 
     def as_single_tokens(self) -> Batch:
-        """Return the same tokens as entries of one token each, without requests. Tokens of one request share its table.
+        """Return the same tokens as entries of one token each, without requests. Tokens of one request share the
+        request's table.
 
         Each layer writes the KV of all tokens of a batch before it attends, so a token still sees the tokens before it.
         """

@@ -258,7 +258,7 @@ class LLM:
         link: str | Method | None = None,
         lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
-        """Queue one prompt; `engine.step()` runs it together with others, and fills the returned output."""
+        """Queue one prompt; `engine.step()` runs it together with other requests, and fills the returned output."""
         params = self._constrained(sampling_params or self._default_sampling)
         return self.engine.add_request(self._next_id(), self._prompt(prompt, link, lora_request), params)
 
@@ -578,8 +578,8 @@ class LLM:
     def close(self) -> None:
         """Abort the running requests and free the memory; may be called twice. Afterwards nothing else works.
 
-        With tiers, it first stores blocks that are not stored yet, for at most 5 seconds. The program's exit does the
-        same.
+        With tiers, `close` first stores blocks that are not stored yet, for at most 5 seconds. The program's exit does
+        the same.
         """
         self._close_engine()
         self._engine = self._deviations = self.adapters = None

@@ -1,1 +1,1 @@
-"""The model package: loading, attention over paged KV, sampling. Besides it, only `kernels/` imports torch."""
+"""The model package: loading, attention over paged KV, sampling. Only this package and `kernels/` import torch."""

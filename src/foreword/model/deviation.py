@@ -7,8 +7,8 @@ deviate most there:
     |K - R(shift) K'|^2 + |V - V'|^2        K, V in the plain prompt; K', V' in the source
 
 Both pairs come from passes of a model's first layers, not from the cache. So they depend on tokens and positions
-alone. A pass has KV memory of its own and the reference's attention, so it runs beside the engine's steps. This is a
-reference path: for a model of L layers, the pass costs 2 / L of the prompt's prefill.
+alone. A pass has its own KV memory and the reference's attention, so it can run at the same time as the engine's steps.
+This is a reference path: for a model of L layers, the pass costs 2 / L of the prompt's prefill.
 """
 
 from __future__ import annotations

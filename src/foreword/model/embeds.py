@@ -1,7 +1,7 @@
 """Prompt embeddings: rows of callers that enter a decoder's first layer in place of tokens' embeddings.
 
-They come as arrays, as raw little-endian values with their shape, or as safetensors of one tensor: never as pickles,
-which run code, nor by torch.load, whose sparse tensors can write outside their memory (CVE-2025-62164).
+Embeddings come as arrays, as raw little-endian values with their shape, or as safetensors of one tensor: never as
+pickles, which run code, nor by torch.load, whose sparse tensors can write outside their memory (CVE-2025-62164).
 """
 
 from __future__ import annotations

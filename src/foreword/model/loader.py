@@ -105,7 +105,7 @@ class LoadedModel:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row of every product has the same bits however many rows there are."""
+        """Whether a row of every matrix product has the same bits, however many rows there are."""
         return self.network.is_packed
 
     @property
@@ -115,7 +115,7 @@ class LoadedModel:
         return experts is not None and experts.routes_in_float32
 
     def parts(self) -> Counter[str]:
-        """The number of products in each format of weights."""
+        """The number of matrix products in each format of weights."""
         return self.network.parts()
 
     def plan_layout(self, options: LayoutOptions) -> CacheLayout:

@@ -93,10 +93,10 @@ class AdapterName:
     def __init__(self, digest: str, invocation: Sequence[int] | None, folder: str) -> None:
         """`invocation`: the tokens with which an aLoRA adapter begins; None: it is a plain LoRA adapter."""
         self.digest = digest
-        """Names the content: equal for the same matrices, scales and tokens, wherever they come from."""
+        """A digest of matrices, scales and invocation tokens. Adapters with equal content have equal digests."""
         self.invocation = None if invocation is None else np.array(invocation, np.int32)
         self.folder = folder
-        """The folder from which it was read."""
+        """The folder from which the adapter was read."""
 
     def begin_in(self, token_ids: npt.NDArray[np.int32]) -> int | None:
         """The index of the first prompt token that the adapter changes; None: it changes no token.
@@ -158,7 +158,7 @@ STEP_ARGUMENTS = "num_rows", "numbers", "tables", "unit_rows", "scratch", "threa
 
 
 class AdaptedRows:
-    """For each row of a step the adapter that changes it, if any."""
+    """Says for each row of a step which adapter changes the row, if any."""
 
     def __init__(self, adapters: Sequence[AdapterWeights], numbers: Int64Array) -> None:
         """`numbers` [rows]: for each row, the index of its adapter in `adapters`, or NONE."""

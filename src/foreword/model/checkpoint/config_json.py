@@ -198,7 +198,7 @@ _WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
 def read_raw(folder: Path) -> Mapping[str, Any]:
-    """The fields of a folder's config.json as they are. Raises UnreadableError."""
+    """The fields of a folder's config.json, unchanged. Raises UnreadableError."""
     try:
         raw: Mapping[str, Any] = json.loads((folder / "config.json").read_bytes())
         raw.get("model_type")

@@ -3,8 +3,8 @@
 `small_floats.py` has checkpoints of floats.
 
 Tensors and their order are those of compressed_tensors 0.17, and of AutoGPTQ and AutoAWQ as vLLM reads them. A weight
-is scale * (code - zero), and stays in its codes where products take them. Scales keep their 16 bits, and a group of 64
-or more inputs becomes groups of 32 with the same scale. Inputs that are not in the order of their groups (g_idx of
+is scale * (code - zero), and stays in codes that linear layers can multiply. Scales keep their 16 bits, and a group of
+64 or more inputs becomes groups of 32 with the same scale. Inputs that are not in the order of their groups (g_idx of
 `desc_act` and `actorder`) are put into that order. Activations are not rounded, whatever the file says.
 
     compressed-tensors  weight_packed [out, in / n], weight_scale [out, groups], zeros packed along out; or weight int8
@@ -70,7 +70,7 @@ class GroupedPlace:
         return values if order is None else values[:, np.argsort(order)]
 
     def _rows(self, codes: Bytes, zeros: npt.NDArray[np.int64], scales: torch.Tensor) -> CodedRows | None:
-        """The weight in a format that products take; None if no format fits it."""
+        """The weight in a format that linear layers multiply; None if no format fits the weight."""
         per_group = codes.shape[1] // scales.shape[1]
         is_half = scales.dtype == torch.float16
         if per_group % STEP or (not is_half and scales.dtype != torch.bfloat16):

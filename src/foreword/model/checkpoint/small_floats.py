@@ -1,7 +1,7 @@
 """Weights of small floats: FP8 (e4m3) with scales of blocks, and MXFP4.
 
-Tensors, their order and their names are those of transformers 5 and of compressed-tensors 0.17. Weights stay in their
-codes where products take them.
+Tensors, their order and their names are those of transformers 5 and of compressed-tensors 0.17. Weights stay in codes
+that linear layers can multiply.
 
     fp8                 weight e4m3 [out, in], weight_scale_inv [out / rows, in / columns], one per block
     compressed-tensors  weight e4m3 [out, in], weight_scale of the whole, of each row, or of each block
@@ -172,7 +172,7 @@ def _block(name: str, shape: tuple[int, ...], scales: tuple[int, ...], config: C
 
 
 def mxfp4_places(places: Mapping[str, StoredPlace], config: Config, *, keeps_codes: bool) -> dict[str, Place]:
-    """The weights of an MXFP4 checkpoint by their names: experts one by one. Raises UnreadableError."""
+    """The weights of an MXFP4 checkpoint by their names; each expert has its own. Raises UnreadableError."""
     weights: dict[str, Place] = {}
     stacks: dict[tuple[str, str], dict[str, StoredPlace]] = {}
     for name, place in places.items():

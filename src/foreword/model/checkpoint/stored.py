@@ -117,7 +117,10 @@ def quantized_as(folder: Path) -> str | None:
 
 
 def _grouped(folder: Path, config: Any, keeps_codes: bool) -> dict[str, Place]:
-    """The weights of a quantized folder. Raises UnsupportedModelError; UnreadableError if transformers may read it."""
+    """A quantized folder's weights.
+
+    Raises UnsupportedModelError, or UnreadableError if transformers may read the folder.
+    """
     try:
         return grouped_places(safetensors_places(folder, quantized=True), config, keeps_codes=keeps_codes)
     except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:

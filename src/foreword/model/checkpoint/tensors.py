@@ -33,7 +33,7 @@ IN_FLOAT32 = ".e_score_correction_bias"
 """End of the names of tensors that stay in float32, as in transformers: 16 bits would change the choice of experts."""
 PLAIN_TYPES = frozenset(_TYPES.values())
 _KEPT = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
-"""Types of numbers that products read as they are, and multiply by rows of float32."""
+"""Types of numbers that linear layers read unchanged, and multiply by rows of float32."""
 _PARTS = {
     "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn
 }  # fmt: skip
@@ -116,7 +116,7 @@ class StoredPlace:
     dtype: torch.dtype
     shape: tuple[int, ...]
     is_weight: bool = False
-    """Whether the tensor may be the weight of a product."""
+    """Whether the tensor may be the weight of a linear layer."""
     keeps_float32: bool = False
     """Whether the tensor is read in float32, whatever type other tensors get."""
 

@@ -37,7 +37,7 @@ WEIGHT_FILES = (
 )
 """Files in which transformers looks for weights, in this order; an index names the files."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-"""An adapter beside the weights, which transformers adds to them."""
+"""Files of an adapter beside the weights. transformers adds the adapter to the weights."""
 
 
 class Stamp(NamedTuple):
@@ -68,7 +68,7 @@ class RememberedDigests:
         self._least_bytes, self._settled_ns = least_bytes, int(settled_s * 1e9)
 
     def find(self, path: Path, stamp: Stamp) -> bytes | None:
-        """The digest of a file that still has the stamp; None if it is not known."""
+        """The digest of a file that still has the stamp; None if the digest is not known."""
         entry = self._file.read().get(str(path))
         if isinstance(entry, list) and entry[:-1] == list(stamp):
             with contextlib.suppress(TypeError, ValueError):
@@ -178,7 +178,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _hub_folder(options: ModelConfig) -> Path:
-    """The folder of a loaded model: its own, or a folder of the hub's client."""
+    """The folder of a loaded model: the folder that the options name, or a folder of the hub's client."""
     if os.path.isdir(options.model):
         return Path(options.model)
     from transformers.utils.hub import cached_file

@@ -37,7 +37,7 @@ _WEIGHTS = HugePages()
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """A weight in the codes of its file."""
+    """A weight in the codes that its file has."""
 
     kind: CodeFormat
     shape: tuple[int, int]
@@ -104,7 +104,7 @@ Weight = Tensor | CodedRows
 
 
 class CodedProduct:
-    """A product with a weight in its codes: rows [..., in_features] to columns of a result."""
+    """A product with a weight in codes: rows [..., in_features] to columns of a result."""
 
     def __init__(self, weight: CodedRows, bias: Tensor | None, column: int, width: int, row_scratch: int = 0) -> None:
         """Pack a weight, whose number of inputs is a multiple of 32; `bias` [out_features].
@@ -242,7 +242,7 @@ class CodedLinear:
     def some(self, rows: Tensor, outputs: npt.NDArray[np.int64]) -> Tensor:
         """Columns `outputs` of the only weight's product, [..., len(outputs)]. Only panels with these columns are run.
 
-        The bits are those of the whole product, which computes each panel alone.
+        The bits are those of the whole product, because it computes each panel separately.
         """
         [product] = self._products
         panels, place = np.unique(outputs // PANEL, return_inverse=True)

@@ -90,7 +90,7 @@ class LayerParts:
     gate_up: RowProduct
     down: RowProduct
     gate: Gate | None
-    """The function that joins gate and up; None if `gate_up` does it by itself."""
+    """The function that joins gate and up; None if `gate_up` joins them itself."""
     residual_scale: float
     """The results of attention and of the network are multiplied by this factor before they are added to rows."""
     heads: RotaryKernel
@@ -442,7 +442,7 @@ class LayerChain:
     def _bind_step(self, turns: Sequence[Turns], step: Step) -> None:
         """Set the arguments that change in every step.
 
-        Rows of padding attend to nothing: they get stale memory, which no other row sees.
+        Rows of padding attend to nothing: their results are stale memory, which no other row sees.
         """
         numbers = np.empty((len(self._kinds), _NUMBERS), np.int64)
         for row, (group, token_bytes, layer) in zip(numbers, self._kinds, strict=True):

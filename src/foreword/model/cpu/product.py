@@ -135,7 +135,7 @@ class CompactProduct:
         """Columns `outputs` of the product of bfloat16 rows, [..., len(outputs)]. Only panels with these columns are
         run.
 
-        The bits are those of the whole product, which computes each panel alone.
+        The bits are those of the whole product, because it computes each panel separately.
         """
         panels, place = np.unique(outputs // PRODUCT_PANEL, return_inverse=True)
         if 2 * len(panels) > self._num_panels:

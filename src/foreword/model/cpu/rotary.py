@@ -168,7 +168,7 @@ class RotaryOperation(Operation):
     def bind_blocks(self, blocks: KVBlocks, dtype: torch.dtype) -> None:
         """Write rows of type `dtype` to these blocks.
 
-        They must take such rows (`can_write`), and the caller keeps them.
+        The blocks must take such rows (`can_write`), and the caller keeps the blocks.
         """
         a = self.arguments
         a["keys"], a["values"] = blocks.keys.data_ptr(), blocks.values.data_ptr()

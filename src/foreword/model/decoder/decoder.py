@@ -191,11 +191,11 @@ class Decoder:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row of every product has the same bits however many rows there are."""
+        """Whether a row of every matrix product has the same bits, however many rows there are."""
         return "plain" not in self.parts()
 
     def parts(self) -> Counter[str]:
-        """Count the products in each format of weights, and the layers that run as one program."""
+        """Count the matrix products in each format of weights, and the layers that run as one program."""
         counts = Counter(part.format for layer in self.layers for part in layer.products)
         counts[self._head.format] += 1
         counts["in one program"] = 0 if self.chain is None else len(self.layers)
@@ -314,8 +314,8 @@ class DecoderLayer:
         count: int,
         deltas: LayerDeltas = NO_DELTAS,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the layer's result from its rows, the normed rows and mixed values. Also returns it normed by
-        `following`.
+        """Return the layer's result, and the result normed by `following`, from the layer's rows, normed rows and mixed
+        values.
 
         `count`: the number of rows before padding; `deltas`: the terms that adapters add to the products' results.
         """

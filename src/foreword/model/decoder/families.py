@@ -122,7 +122,7 @@ def _places(spec: DecoderSpec) -> set[str]:
 
 
 def _optional_places(spec: DecoderSpec) -> set[str]:
-    """Names of the weights that a model may have: biases of products, and a tied head."""
+    """Names of the weights that a model may have: biases of linear layers, and a tied head."""
     layers = enumerate(spec.layers)
     biases = {f"model.layers.{number}.{name}.bias" for number, layer in layers for name in _products(spec, layer)}
     return biases | {"lm_head.weight"}

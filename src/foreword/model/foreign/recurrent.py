@@ -31,7 +31,7 @@ from foreword.model.step import StateRun, Step
 from foreword.model.storage import KVStorage
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
-"""Names under which transformers' models and layers take their cache: since 5.24, and before."""
+"""Names under which transformers' models and layers take their cache: the first since 5.24, the others before."""
 
 
 class StepCache(Cache):  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """Recorded decode steps: when every request computes one token and its drafts, the device replays a graph.
 
 Graphs are recorded at start. A graph serves batches of up to its size, in tokens: each row is a sequence of its own for
-attention, and rows of one request share its table. The rows after the batch's own are padding: they write to the scrap
-block, and nobody reads their logits.
+attention, and rows of one request share the request's table. The rows after the batch's rows are padding: they write to
+the scrap block, and nobody reads their logits.
 
     2 requests, 1 with 3 drafts     |q0|d0|d0|d0|q1|        sizes 1, 2, 4, 8, 16, ...
     graph of 8                      |q0|d0|d0|d0|q1|--|--|--|

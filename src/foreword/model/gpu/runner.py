@@ -5,8 +5,8 @@ One step:
     host      plan | pack | queue everything | ... free for other work ... | read tokens
     device                 one copy in, blocks copied, model, sampling, one copy out
 
-The host plans all inputs before it queues anything, so they travel in one copy (`StepBuffer`). Logits never
-leave the device. Decode steps are replayed from graphs where possible.
+The host plans all inputs before it queues anything, so all inputs travel in one copy (`StepBuffer`). Logits never leave
+the device. Decode steps are replayed from graphs where possible.
 
 The host may launch a step before it reads the previous one. Tokens that a step passes to the next stay on the device:
 

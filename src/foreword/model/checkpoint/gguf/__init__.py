@@ -1,1 +1,1 @@
-"""GGUF files, as llama.cpp, Ollama and LM Studio keep models: read without their libraries, never guessed at."""
+"""GGUF files, in which llama.cpp, Ollama and LM Studio keep models: read without llama.cpp, never guessed at."""

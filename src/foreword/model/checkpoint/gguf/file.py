@@ -58,7 +58,7 @@ class UnsoundGgufError(ModelLoadError):
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor as it lies in its file."""
+    """A tensor in a file, which is not read yet."""
 
     name: str
     shape: tuple[int, ...]

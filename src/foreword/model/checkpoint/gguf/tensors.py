@@ -1,4 +1,4 @@
-"""The weights of a GGUF model: in their codes where products take codes, else expanded when they are asked for.
+"""The weights of a GGUF model. They stay in codes that linear layers can multiply; others are expanded when read.
 
 Values are computed in float32 and rounded once.
 """
@@ -25,7 +25,7 @@ class GgufPlace:
 
     weight: GgufWeight
     keeps_codes: bool
-    """Whether weights of products stay in their codes."""
+    """Whether weights of linear layers stay in their codes."""
 
     @property
     def shape(self) -> tuple[int, ...]:
