@@ -55,7 +55,7 @@ class InvalidFieldError(APIError):
     def __init__(self, message: str, *, param: str | None, where: Sequence[int | str], problem: str) -> None:
         super().__init__(400, message, param=param)
         self.where = where
-        """The path of the field: keys and positions, with the name of the type where a field may have several types."""
+        """The path of the field: keys, positions and, for a field that may have several types, the type's name."""
         self.problem = problem
         """Pydantic's sentence."""
 

@@ -117,7 +117,7 @@ async def metrics(request: Request) -> Response:
 
 
 def statistics(look: Snapshot, service: Service) -> dict[str, Any]:
-    """Report the whole cache since its last reset, for JSON."""
+    """Report the statistics of the whole cache since its last reset, for JSON."""
     stats, size = look.stats, look.block_size
     return {
         "requests": stats.requests,

@@ -116,15 +116,15 @@ class Call(Generic[ABody_co]):
         return await off_loop(self.num_bytes, work)
 
     def refuse_unsupported(self, text: str = "{} is not supported by this server; leave it out") -> None:
-        """Raise APIError 400 for a field of a feature that the engine lacks. `text`: the message; {} is the field."""
+        """Raise APIError 400 for a field whose feature the engine lacks. `text`: the message, where {} is the field."""
         name = self.body.asks_for_unsupported()
         if name is not None:
             raise bad_request(text.format(name), param=name)
 
     def caller(self, endpoint: str, model: str | None = None) -> Caller:
-        """Return the caller for an endpoint that generates, with the caller's wishes for caching.
+        """Return the `Caller` for an endpoint that generates: the call's tenant, session and wishes for caching.
 
-        `model` is the model's name if no field has it. Raises APIError 400 for a wrong field `session_id`.
+        `model`: the model's name, for bodies without such a field. Raises APIError 400 for a wrong field `session_id`.
         """
         body: Any = self.body  # all bodies of endpoints that generate have a salt and a priority
         envelope = getattr(body, "kv_hints", None)

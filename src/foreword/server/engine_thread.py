@@ -1,4 +1,4 @@
-"""The door between a server and its engines, and the thread that steps the only engine of this process.
+"""EngineDoor: a server's connection to its engines. EngineThread: the thread that steps this process's only engine.
 
 The two sides share only two queues:
 
@@ -146,7 +146,7 @@ class EngineThread(EngineDoor):
     """Steps an engine in a separate thread. Only the event loop may call public methods, except `shrink`."""
 
     def __init__(self, engine: Engine, records: Records, *, after_step: Sequence[AfterStep] = ()) -> None:
-        """`after_step`: called on the engine's thread after each step in which requests ended, with these requests."""
+        """`after_step`: called on the engine's thread with the requests that ended in a step."""
         self.failure: str | None = None
         """Why the engine takes no more requests; None while it works."""
         self.num_steps = 0

@@ -2,7 +2,7 @@
 
 An envelope with a request is about the request's prompt and session. An envelope without a request is about the newest
 prompt of a session. The server ignores actions that it does not implement, and checks the payloads of all
-others. A hint never makes a request fail; the answer has the outcome of each action.
+others. A hint never makes a request fail. The answer has the outcome of each action.
 
     kv.retain    make an entry of the cache that each use refreshes    {"ttl_seconds"} or vLLM's {"directives": [...]}
     kv.pin       make an entry that ends after a fixed time            {"ttl_seconds", "end"}

@@ -26,7 +26,7 @@ _LEAST = (
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Who may use the server, and its limits."""
+    """The server's options: who may use the server, its limits and its logs."""
 
     host: str = "127.0.0.1"
     """Address to listen on: 127.0.0.1 for this machine only, 0.0.0.0 for other machines too."""

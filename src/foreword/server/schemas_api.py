@@ -26,7 +26,7 @@ MOST_NOTES = 64
 
 
 class SchemaRequest(Body):
-    """POST /v1/pml/schemas: a schema as PML text. It cannot name files."""
+    """POST /v1/pml/schemas: a schema as PML text. The text cannot name files."""
 
     HOLDS = "prompts"
 

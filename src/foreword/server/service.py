@@ -522,7 +522,7 @@ class Service:
         return record
 
     def _close_soon(self, tenant: Tenant, session_id: str) -> None:
-        """Close a session in the background. If no engine can be reached, the log says so, and the totals stay."""
+        """Close a session in the background. If no engine can be reached, log a warning, and keep its totals."""
 
         async def close() -> None:
             try:

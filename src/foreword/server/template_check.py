@@ -98,7 +98,7 @@ class TemplateChange:
     position: int
     """The first token that changes. The tokens before it stay cached."""
     num_tokens: int
-    """The number of tokens computed by then, all of which could have been reused."""
+    """The number of tokens that were computed before. All of them could have been reused."""
     before: str
     was: str
     becomes: str

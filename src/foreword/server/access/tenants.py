@@ -122,7 +122,7 @@ class Tenants:
         return self.asks_for_keys and self.tenant_of(key) is not None
 
     def namespace(self, tenant: Tenant, cache_salt: str | None) -> str | None:
-        """Return the salt of a tenant's prefixes, "TENANT" or "TENANT/CLIENT", both hashed.
+        """Return the salt of a tenant's prefixes: TENANT, or TENANT/CLIENT with a `cache_salt`. Both parts are hashes.
 
         Returns None if the server asks for no keys and the client gives no `cache_salt`.
         """

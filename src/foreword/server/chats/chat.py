@@ -246,7 +246,7 @@ def _still_there(chat: Chat, messages: Messages) -> list[ChatMark]:
 
 
 async def num_prompt_tokens(service: Service, chat: Chat) -> int:
-    """Count the tokens of a conversation's prompt. Raises the errors of `start_chat` for chats without an answer."""
+    """Count the tokens of a conversation's prompt. Raises the errors of `start_chat`."""
     await _tool_use(service, chat)
     return len((await service.conversation(chat.messages, chat.inputs, chat.ending)).token_ids)
 

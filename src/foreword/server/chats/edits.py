@@ -49,8 +49,8 @@ async def linked_to_session(
 ) -> tuple[Prompt, str | None]:
     """Link a prompt by the method `link` to an earlier plain prompt of its session, if that saves enough tokens.
 
-    Otherwise returns the plain prompt, and the reason. Raises APIError 400 without a session or with pictures, and
-    InvalidRequestError for a method that is not served.
+    Otherwise return the plain prompt, and the reason. Raises APIError 400 if the call has no session or has pictures,
+    and InvalidRequestError for a method that is not served.
     """
     method = service.links.method_of_edits(link)
     service.llm.check_choice(method)

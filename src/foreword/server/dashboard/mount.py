@@ -160,7 +160,7 @@ class _OperatorsOnly:
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The path without a proxy's root path. A lifespan has no path.
+        # The check uses the path without a proxy's root path. A lifespan scope has no path.
         path = get_route_path(scope) if scope["type"] in ("http", "websocket") else ""
         if path in (PATH, LOGIN) or not path.startswith(f"{PATH}/"):
             await self._app(scope, receive, send)

@@ -99,7 +99,7 @@ def figure(name: str, test_id: str) -> Html:
 
 
 def window_choice() -> ui.toggle:
-    """Make the choice of a window of time. Its value is in seconds."""
+    """Make the control by which a viewer chooses a window of time, in seconds."""
     return ui.toggle(WINDOWS_S, value=300.0).props(
         'no-caps unelevated dense data-testid="window" aria-label="time window"'
     )

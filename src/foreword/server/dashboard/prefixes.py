@@ -40,7 +40,7 @@ _NOTHING = '<div class="empty">Choose a prefix to read it.</div>'
 def prompt_of_prefix(service: Service, nodes: Mapping[str, PrefixNode], chosen: str) -> Prompt | None:
     """Return the part of a recent prompt up to the end of the chosen node.
 
-    If no recent prompt reaches this end, return the longest that enters the node. If none does, return None.
+    If no recent prompt reaches this end, return the longest prompt that enters the node. If there is none, return None.
     """
     node = nodes.get(chosen)
     if node is None:

@@ -282,7 +282,7 @@ class Metrics(Collector):
                 yield self._counter(f"{group}_{name}", meaning, values, label)
 
     def _of_listeners(self, scrape: Scrape) -> Iterator[Metric]:
-        """Yield the health of the listeners to requests (records, traces, these metrics), and bytes of kept data."""
+        """Yield the health of each listener to closed records (such as traces), and the bytes of kept data by kind."""
         failures = {listener.name: listener.num_failures for listener in scrape.listeners}
         yield self._counter("listener_failures", "Failed attempts of a listener.", failures, "listener")
         lost = {listener.name: listener.num_lost for listener in scrape.listeners}

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces, an option: one span per request, with the result of its cache lookup.
+"""OpenTelemetry traces (optional): one span per request, with the result of the request's cache lookup.
 
 Names follow the semantic conventions for generative AI. Names of foreword itself begin with `foreword.`.
 """

@@ -171,7 +171,10 @@ class ContentFolder:
             return None
 
     def write(self, item: CachedContent) -> Version:
-        """Write a resource, which is on disk when this returns. After an OSError, the old or the new file is whole."""
+        """Write a resource, which is on disk when this returns.
+
+        If it raises OSError, the folder has the old file or the whole new file.
+        """
         stored = self._sealed(item)
         unfinished = self._path / f"{UNFINISHED}{secrets.token_hex(8)}"
         fd = self._files.create(unfinished)

@@ -37,7 +37,7 @@ NUM_NEWEST = 20
 MOST_LETTERS = 64
 """Limit of a session's name in reports, in characters."""
 NUM_WORDS = 12
-"""The number of first tokens by which a report names a kind of prompt."""
+"""A report names a kind of prompt by this number of the prompt's first tokens."""
 
 Decode = Callable[[Sequence[int]], str]
 MAX_PREFIXES = 5

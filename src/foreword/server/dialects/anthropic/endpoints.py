@@ -129,7 +129,7 @@ def _message(error: APIError) -> str:
 
 
 class Anthropic(Dialect):
-    """The API of anthropic's clients, in all of its versions."""
+    """The API of Anthropic's clients, in all versions of the API."""
 
     name = "anthropic"
     routers = (router,)

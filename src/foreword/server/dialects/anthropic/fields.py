@@ -58,7 +58,7 @@ class TextBlock(_Block):
 
 
 class ImageSource(_Block):
-    """The bytes of a picture, or their address."""
+    """The bytes of a picture, or the picture's URL."""
 
     type: Literal["base64", "url"]
     media_type: Opaque | None = None
