@@ -95,7 +95,7 @@ class GroupLayout:
 
     spec: GroupSpec
     layers: tuple[int, ...]
-    """Attention: the layer in each slot. Recurrent: the layers whose states follow each other in a block."""
+    """In an attention group, the layer in each slot. In a recurrent group, the layers whose states share a block."""
 
 
 @dataclass(frozen=True, slots=True)

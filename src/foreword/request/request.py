@@ -407,7 +407,7 @@ class Request:
         self.state_positions: list[int] = []
         """Positions, ascending, at which recurrent states are saved in addition to regular intervals."""
         self.service_key = (0, 0)
-        """Its place in the queues: rank, then number of arrival. The request with the lowest key is served first."""
+        """Its place in the queues: rank, then arrival number. The request with the lowest key is served first."""
         self.row = NO_ROW
         """The row in which it runs, given by the cache's manager; NO_ROW while it does not run."""
         self.loads = Loaded()

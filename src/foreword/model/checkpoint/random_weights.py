@@ -62,7 +62,7 @@ class RandomModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the layers' matrices and the embedding, which is also the output head; no norms or biases."""
+        """Parameters of the layers' matrices and of the embedding (also the output head), without norms and biases."""
         return self.num_linear_parameters + self.vocab_size * self.hidden_size
 
 

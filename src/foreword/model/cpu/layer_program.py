@@ -310,8 +310,8 @@ class LayerChain:
         self._kernel: AttentionKernel | None = None
         self._is_for_storage = False
         self._kinds: list[tuple[int, int, LayerOperations]] = []
-        """For layers of equal group, shape and rotary embedding: the group, the bytes of a token in all these layers,
-        and one of the layers."""
+        """An entry for all layers of equal group, shape and rotary embedding: the group, the bytes of a token in all
+        these layers, and one of the layers."""
         self._wires = Wires([])
         self._turns: object = None
         """Keeps alive the tensors whose addresses are numbers of the step, because the caller may drop them."""
