@@ -303,7 +303,7 @@ class Gate:
 
     least: float
     """A method passes if the upper end of the 95% interval of its loss, as a share of all prompts, is at most 1 -
-    `least`. If this is 0, every method passes, measured or not."""
+    `least`. If `least` is 0, every method passes, measured or not."""
     measured: MeasuredLinks | None = None
 
     def check_model(self, model_id: str) -> None:
@@ -388,7 +388,7 @@ class PartLinks:
 
 @dataclass(frozen=True, slots=True)
 class LinkExplanation:
-    """The tokens that a method would link in a prompt, by part, even if an equal composition is cached."""
+    """The tokens that a method would link in a prompt, by part, whether or not an equal composition is cached."""
 
     method: str
     num_tokens: int

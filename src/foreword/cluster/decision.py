@@ -96,7 +96,7 @@ class Fleet:
     backlog_s: FloatArray
     """Seconds until the replica has computed the prompts that it already has."""
     prefill_s: FloatArray
-    """Seconds for the tokens to compute."""
+    """Seconds to prefill `computed_tokens`."""
     reuse_s: FloatArray
     """Seconds that waiting requests lose because blocks of another replica are computed once more here, minus the
     seconds that later requests save with the new copy. At least minus the prefill seconds."""

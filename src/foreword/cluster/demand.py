@@ -168,7 +168,7 @@ class Demand:
 
 
 def lost_shares(stretches: Sequence[Stretch], hits: Int64Array, scale: float) -> tuple[Int64Array, FloatArray]:
-    """The number of blocks that each replica lacks and another holds, and the part of these that this request bears.
+    """The number of blocks that each replica lacks but another has, and the part of their cost that this request bears.
 
     `hits` [replicas]: leading blocks that each replica holds. `scale`: requests under way at all routers, divided by
     those of this router. Both results are [replicas]. The part of one block is the smaller of

@@ -192,7 +192,7 @@ class Follower:
         self._miss()
 
     def fall_silent(self) -> None:
-        """Drop the copy because the publisher's heartbeats stopped. If it sends again, it is followed again."""
+        """Drop the copy because the publisher's heartbeats stopped. A publisher that sends again is followed again."""
         self._start_again("silences", None)
         self.need = Need.NOTHING
 

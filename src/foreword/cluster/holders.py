@@ -32,7 +32,7 @@ import numpy.typing as npt
 from foreword.cache.block_ids import Int64Array
 
 Key = Hashable
-"""A block's key: `BlockHash` of foreword's replicas, integers of others."""
+"""A block's key: a `BlockHash` for foreword's replicas, an integer for others."""
 MAX_LEVELS = 24
 """Up to this number of different depths, a search is faster than a walk."""
 
@@ -153,7 +153,7 @@ class SourceHits:
     depths: Int64Array
     """The number of leading blocks of each run's source that each replica has, [runs, slots]."""
     pending: npt.NDArray[np.bool_]
-    """Whether the run reaches beyond what the replica has of the prompt, [runs, slots]."""
+    """Whether each run reaches beyond the prompt's tokens that each replica has, [runs, slots]."""
     num_blocks: int
     """The number of different blocks of all sources, without blocks that the prompt has too."""
     missing_blocks: Int64Array

@@ -27,7 +27,7 @@ class RoutingOptions:
     price_weight: float = 1.0
     """Weight of the evicted blocks' price; 0 leaves it out."""
     load_slack: float = 0.25
-    """If no cache is known, a replica may have its fair share of the open requests, times 1 plus this."""
+    """If no cache is known, a replica may have its fair share of the open requests, times 1 + `load_slack`."""
     expectation_s: float = 60.0
     """Seconds from the first token until blocks that no event has reported are no longer expected."""
     share_load: bool = False

@@ -57,7 +57,7 @@ Rule = Callable[[Fleet], FloatArray]
 
 @dataclass(slots=True)
 class _Expected:
-    """The blocks, of sources too, that a reservation's replica will have, and the hit that the decision counted on."""
+    """The blocks, also of sources, that a reservation's replica will have, and the hit that the decision counted on."""
 
     mirror: ReplicaMirror
     claim: int

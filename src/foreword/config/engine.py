@@ -308,7 +308,8 @@ class SchedulerConfig:
     picture, or one tile where pictures are cut, may have more."""
     scheduling_policy: Policy = "fcfs"
     """Order of service. "fcfs": by arrival. "priority": tenants take turns; a tenant's lowest `priority` goes first,
-    then the earliest. "prefix": the same, but then the longest cached prefix goes first, within `max_overtake_s`."""
+    then the earliest request. "prefix": the same, but with the longest cached prefix in place of the earliest request,
+    within `max_overtake_s`."""
     max_overtake_s: float = 2.0
     """Under the policy "prefix": most seconds that a waiting request loses to requests that came after it."""
     coalesce_in_flight: bool = True

@@ -1,7 +1,7 @@
 """Flags: the options of a command, given on the command line, in a config file, or both.
 
 The command line overrides the config file. --help shows options under titles. `--help-all` also shows the options of
-`DEVELOPER_OPTIONS`. An option that is in neither place is no flag.
+`DEVELOPER_OPTIONS`. An option that is under no title and not among these is no flag.
 """
 
 from __future__ import annotations
@@ -369,7 +369,7 @@ def _value_of(option: Option, setting: Any) -> Any:
 
 
 def _plain(text: str) -> Any:
-    """A value of an option that has no type here."""
+    """Read the value of an option of vLLM, whose type is not known here."""
     if text.lower() in ("none", "null"):
         return None
     try:

@@ -35,7 +35,7 @@ class UserFile:
         return {}
 
     def keep(self, new: Mapping[str, Any]) -> None:
-        """Add entries to the file. A new entry replaces an old entry of its name."""
+        """Add entries to the file. A new entry replaces an old entry of the same name."""
         entries = {name: entry for name, entry in self.read().items() if name not in new} | dict(new)
         text = json.dumps(dict(list(entries.items())[-self.most_entries :]))
         with contextlib.suppress(OSError):

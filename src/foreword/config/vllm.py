@@ -191,5 +191,5 @@ def check_vllm_option(name: str, value: Any, option: VllmOption) -> None:
 
 
 def _same(value: Any, harmless: Any) -> bool:
-    """Whether two values are equal. 1 and True are not."""
+    """Whether two values are equal. 1 does not equal True."""
     return isinstance(value, bool) == isinstance(harmless, bool) and bool(value == harmless)

@@ -70,7 +70,7 @@ SNAPSHOT_BLOCKS = 1024
 HEARTBEAT_S = 1.0
 LINGER_MS = 200
 SPARE_READS = 100
-"""Attempts to copy the cache's blocks while events come in."""
+"""The most attempts to copy the cache's blocks while events come in."""
 
 
 class Feed:

@@ -350,7 +350,7 @@ class Requests:
         return event.block_size == self.block_tokens
 
     def _follow(self, group: int, block_tokens: int) -> None:
-        """Follow blocks of this group and size. Blocks followed until now were tails, or part of the prefix."""
+        """Follow blocks of this group and size. Blocks followed until now were tails, or blocks of a later group."""
         if (group, block_tokens) == (self._group, self.block_tokens):
             return
         self._group, self.block_tokens = group, block_tokens

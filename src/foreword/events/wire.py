@@ -61,7 +61,7 @@ MOST_BLOCK_TOKENS = 2**31 - 1
 
 
 class WireError(ValueError):
-    """Bytes are no message."""
+    """The bytes are not a message."""
 
 
 @dataclass(frozen=True, slots=True)

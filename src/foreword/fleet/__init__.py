@@ -1,4 +1,4 @@
-"""Many engines behind one server. A request goes to the replica that has most of its prefix, and survives its death.
+"""Many engines behind one server. A request goes to the replica with most of its prefix, and outlives that replica.
 
 Uses the routing of `cluster/`, the events of `events/` and the server's door to engines. Only the modules whose names
 begin with `ray_` know Ray.

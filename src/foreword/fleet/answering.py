@@ -54,7 +54,7 @@ class Answering:
         self._stream, self._job, self._first_choice, self._clock = stream, job, first_choice, clock
         self._sent = record.arrival_time
         self._ended = [False] * job.params.n
-        """Whether the end of each choice was handed over."""
+        """For each choice, whether its end was handed over."""
         self._whole: dict[int, Delta] = {}
         """The joined deltas of each choice, for a client that waits for the end."""
 
@@ -101,7 +101,7 @@ class Answering:
             self._stream.put([Finished()])
 
     def _note_prompt(self, message: PromptComputed) -> None:
-        """Record the facts of a computed prompt. Only the first replica's facts count: later hits saved no time."""
+        """Record the facts of a computed prompt. Only the first replica's facts count: hits of others saved no time."""
         record, theirs = self._job.record, message.output
         if record.first_scheduled_time is not None:
             return

@@ -168,7 +168,7 @@ def _merged(results: list[Any], merge: Callable[[list[T]], T], *, by_all: bool =
     """Merge the answers of the replicas that were reached and know the verb. An error among the answers is raised.
 
     Raises APIError 503 if no replica was reached, and 501 if no replica knows the verb; with `by_all`, 501 if any
-    replica does not know it.
+    replica does not know the verb.
     """
     answers: list[T] = []
     refused: APIError | None = None

@@ -35,7 +35,7 @@ class EngineFacts:
     num_blocks: int
     """Blocks of one engine's pool."""
     inexactness: str | None
-    """Why this machine cannot promise equal bits; None: it keeps the promise."""
+    """Why this machine cannot promise equal bits; None: it can."""
     pictures: Any = None
     """The object that cuts and names pictures, without weights; None: the model takes no pictures."""
     lacks_pillow: bool = False

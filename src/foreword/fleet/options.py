@@ -16,8 +16,8 @@ class FleetConfig:
     replicas: int = 0
     """Engines that this server runs; 0: one engine in this process, without Ray."""
     ray_address: str | None = None
-    """A running Ray cluster, such as auto or ray://HOST:10001, for `replicas`; None: a local one, which ends with the
-    server."""
+    """Address of a running Ray cluster for `replicas`, such as auto or ray://HOST:10001. None: a local Ray, which ends
+    with the server."""
     replica_cpus: float = 1.0
     """Ray's logical processors for one replica, with one thread each. A replica starts where they are free."""
     replica_gpus: float = 0.0

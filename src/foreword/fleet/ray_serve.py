@@ -156,7 +156,7 @@ class RayLink:
         self._members: Members | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone: dict[str, asyncio.Future[bool]] = {}
-        """For each present replica, a future that is done when it leaves, with whether it was found dead."""
+        """For each present replica, a future that ends when it leaves. The result says whether it was found dead."""
 
     def start(self, members: Members) -> None:
         self._members, self._loop = members, asyncio.get_running_loop()

@@ -44,7 +44,7 @@ class Conversation:
 
 
 def read_body(body: Mapping[str, Any]) -> Conversation | None:
-    """Read the conversation of a body; None if it has no conversation. Raises InvalidRequestError, with the keys."""
+    """Read the conversation of a body; None if it has no conversation. Raises InvalidRequestError, naming the keys."""
     if not {"contents", "messages", "input"} & set(body):
         return None
     try:

@@ -26,7 +26,7 @@ from foreword.text import Tokenizer
 SAME_KIND = 0.3
 """Two prompts are of one kind if they share at least this part of the shorter prompt's runs of tokens."""
 SAME_CONVERSATION = 0.5
-"""Prompts of a kind are of one conversation if they share this part of the runs that few of the kind have."""
+"""Prompts of a kind are of one conversation if they share this part of the runs that at most half of them have."""
 MAX_KINDS = 256
 """The most kinds. Further prompts that fit no kind are left out."""
 MOST_RUNS = 2_000_000

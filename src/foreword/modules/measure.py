@@ -181,7 +181,7 @@ def tally(
 def _linked_answers(
     llm: LLM, several: Sequence[Asked], arm: Arm, params: SamplingParams, plain: Sequence[Answer]
 ) -> list[Answer]:
-    """Answer with a method. If it links nothing of a prompt without gaps, the plain answer has the same bits."""
+    """Answer with a method. If it links nothing of a prompt without gaps, the plain answer is taken: bits are equal."""
     differs = [prompt.composition.has_gaps or _links_any(prompt.composition, arm.method) for prompt in several]
     linked = [prompt for prompt, may_differ in zip(several, differs, strict=True) if may_differ]
     if arm.salt is not None:

@@ -1,4 +1,4 @@
 """Prompt modules: parts of prompts, written once and reused.
 
-Prompts and modules are written in PML, a language for them.
+Prompts and modules are written in PML (prompt markup language).
 """

@@ -1,6 +1,6 @@
 """Composition: the tokens of one prompt, their rotary positions, and the sources that they may be linked from.
 
-An engine needs no other module of this package: token ids, positions and names are all it gets.
+An engine needs no other module of this package, because it gets only token ids, positions and names.
 
     source of module b, computed alone     b0 b1 b2 b3            positions 0..3
                                               |  |  |             a span: tokens 1..3 of the source
@@ -99,7 +99,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Composition:
-    """One prompt: parts in ascending order of position, whose positions do not overlap."""
+    """One prompt: its parts in ascending order of position, without overlaps."""
 
     parts: tuple[Part, ...]
 
@@ -155,8 +155,8 @@ class Composition:
     def num_exact_tokens(self) -> int:
         """The number of first tokens whose linked KV equals the KV of the plain prompt, bit for bit.
 
-        In these tokens, positions are indices, and each source begins with the same tokens as the prompt. So no KV has
-        to be moved, and nothing is approximate: these are ordinary blocks with ordinary keys.
+        The positions of these tokens are indices, and each source begins with the same tokens as the prompt. So no KV
+        has to be moved, and nothing is approximate: these are ordinary blocks with ordinary keys.
         """
         begins = self.begins
         for part, index in zip(self.parts, begins, strict=False):

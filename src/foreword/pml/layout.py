@@ -40,8 +40,8 @@ class SchemaText:
     placeholder_id: int
     """The token that fills parameters while their module is computed."""
     around: Callable[[Role | None, Role], tuple[str, str]]
-    """Returns the texts before and after a message, given the roles of the previous message and of this message. The
-    first role is None for the first message; its text lacks the opening. Raises ChatTemplateError."""
+    """Returns the texts before and after a message, given the roles of the previous message and of this message. For
+    the first message, the previous role is None, and the text lacks the opening. Raises ChatTemplateError."""
     answer: Callable[[Role], str]
     """Returns the text that opens the assistant's answer after a message of this role. Raises ChatTemplateError."""
     max_token_characters: int | None = None

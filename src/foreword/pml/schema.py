@@ -343,7 +343,7 @@ def _flag(element: Element, name: str, *, default: bool) -> bool:
 
 
 def _recompute(element: Element) -> tuple[bool, int | None]:
-    """Read `recompute`: whether each prompt computes the whole module, and the number of first tokens or None."""
+    """Read `recompute`: whether prompts compute the whole module, and the number of first tokens to compute or None."""
     wish = element.attributes.get("recompute")
     if wish in (None, "all"):
         return wish == "all", None

@@ -66,7 +66,7 @@ class HitCount:
     refused_blocks: int = 0
     """Blocks of requests that have more blocks than the cache."""
     empty_blocks: int = 0
-    """Blocks of the cache that were empty at the end: when a head was evicted, its tails were forgotten."""
+    """Blocks of the cache that were empty at the end: never filled, or emptied when the head of their prefix left."""
 
     def note(self, request: RecordedRequest, num_held: int, capacity: int) -> None:
         """Count a request whose first `num_held` blocks were in a cache of this capacity."""
@@ -80,7 +80,7 @@ class LruCache:
     """Evicts the least recently used blocks, the tail of a request before its head."""
 
     def __init__(self, capacity: int, held: PrefixKeys = NO_KEYS) -> None:
-        """`held` has the keys of the blocks that the cache begins with, at most `capacity`, the latest used last."""
+        """`held`: keys of the blocks that the cache begins with, at most `capacity`, the most recently used last."""
         _check_capacity(capacity)
         self.capacity = capacity
         self._blocks = Lru[int](capacity, held.tolist())

@@ -19,7 +19,7 @@ from foreword.errors import ConfigError, ModelLoadError
 
 logger = logging.getLogger(__name__)
 MAX_BLOCKS = 2**31 - 1
-"""Block numbers have 32 bits."""
+"""Block numbers are signed 32-bit integers."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "minicpm3", "youtu")
 """`model_type` of the models whose KV a CPU stores as latent vectors. It stores other models' KV expanded."""

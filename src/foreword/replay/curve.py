@@ -3,8 +3,8 @@
 `LruStack` finds each block's distance: the number of different blocks used since the block's last use, counting the
 block itself. LRU finds a block if and only if the capacity is at least the block's distance, so distances give LRU's
 hits at every capacity at once. A request uses its blocks when it ends, from the last to the first, so the first block
-has the smallest distance. Both curves follow all blocks or a sample. The live curve forgets blocks whose distance is
-beyond its largest capacity, which cannot be hits.
+has the smallest distance. Both curves follow all blocks or a sample. The live curve forgets blocks whose distance
+exceeds the largest capacity, because they cannot be hits.
 
 After Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies" (1970); counts are kept as by
 Fenwick, "A new data structure for cumulative frequency tables" (1994), and sampled after Waldspurger, Park, Garthwaite
@@ -91,7 +91,7 @@ class LruStack:
         return self._num_blocks
 
     def admit(self, keys: PrefixKeys) -> Int64Array:
-        """Use the next request's blocks. Returns the distance of each block, [blocks]; 0 if it is seen first."""
+        """Use the next request's blocks. Returns the distance of each block, [blocks]; 0 if the block is new."""
         return self.admit_each(keys, [len(keys)], [0.0]).distances
 
     def admit_each(self, keys: PrefixKeys, lengths: Sequence[int], times: Sequence[float]) -> Uses:
@@ -165,7 +165,7 @@ def _resized(values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
 
 
 class LruCurve:
-    """LRU hit ratio over capacity, for the requests that it followed.
+    """LRU hit ratio over capacity, for the followed requests.
 
     With `sampling_rate` below 1, the curve follows that share of the blocks, chosen by key. It scales distances up.
     """

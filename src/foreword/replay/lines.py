@@ -62,7 +62,7 @@ class NoRequestError(TraceError):
 
 
 def of_vllm_log(line: str) -> dict[str, Any] | None:
-    """The request in a line of vLLM's log; None for other lines. A log line without a request raises NoRequestError."""
+    """The request in a line of vLLM's log; None for other formats. A log line without one raises NoRequestError."""
     entry = None if line.startswith(("{", "[")) else _VLLM_LINE.search(_COLOR.sub("", line.rstrip("\r\n")))
     if entry is None:
         return None
@@ -267,7 +267,7 @@ class _Turn(NamedTuple):
 def _on_grid(pieces: list[tuple[Any, int]], block_tokens: int) -> list[Any]:
     """Returns the ids of the blocks into which an engine cuts these pieces.
 
-    A block that has only the beginning of one piece, with an id, keeps that id. Other blocks get a digest as their id.
+    A block that has only the beginning of one piece gets the piece's id, if there is one. Other blocks get a digest.
     """
     blocks: dict[int, list[tuple[Any, int, int]]] = {}
     at = 0

@@ -95,7 +95,7 @@ class RayPrefix:
 def sglang_cache_aware(fleet: Fleet) -> FloatArray:
     """SGLang's gateway, `cache_aware`: the longest match if over half of the prompt, else the smallest prefix tree.
 
-    The shortest queue is chosen if the longest queue has over 32 requests more than it and is over 1.1 times as long.
+    The shortest queue is chosen if the longest has over 32 requests more than it, and is over 1.1 times as long.
     """
     queues = fleet.num_waiting[fleet.usable]
     longest, shortest = int(queues.max()), int(queues.min())
@@ -109,7 +109,8 @@ def sglang_cache_aware(fleet: Fleet) -> FloatArray:
 def llm_d(fleet: Fleet) -> FloatArray:
     """llm-d's scorers: 2 x matched share + 1 x free share of the KV cache + 1 x shortness of the queue.
 
-    The "free share" could count nothing, held blocks, open prompts or waiting prompts. The last has the shortest waits.
+    The "free share" could count nothing, held blocks, open prompts or waiting prompts. The last gave the shortest
+    waits.
     """
     matched = fleet.hit_blocks / max(1, len(fleet.request.keys))
     used = np.minimum(fleet.waiting_tokens / (fleet.num_blocks * fleet.block_tokens), 1)

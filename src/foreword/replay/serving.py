@@ -104,10 +104,10 @@ class ServingReport:
     queue_ms: dict[str, float]
     """Milliseconds from arrival to first step, with the same percentiles."""
     hit_ratio: float
-    """With `StepCost`, the found share of the tokens that were looked up. With `PromptRates`, the found share of all
-    prompts' blocks, including refused prompts. A prompt counts again when another replica takes it over."""
+    """With `StepCost`, the share of looked-up tokens that were found. With `PromptRates`, the share of all prompts'
+    blocks that were found, including refused prompts. A prompt counts again when another replica takes it over."""
     work_max_over_mean: float
-    """Computed tokens of the busiest replica, divided by the mean over all replicas, also idle ones; 0 without work."""
+    """Computed tokens of the busiest replica, divided by the mean over all replicas, idle or not; 0 without work."""
     generated_tokens_per_s: float
     prompt_tokens_per_s: float
     seconds: float

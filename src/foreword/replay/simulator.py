@@ -122,7 +122,7 @@ class _Batch:
 
 @dataclass(slots=True)
 class _LruAtCapacity:
-    """Counts LRU's hits by the stack's distances; from the first request that does not fit on, by a cache."""
+    """Counts LRU's hits from the stack's distances. After a request that does not fit, a cache counts the hits."""
 
     count: HitCount
     capacity: int

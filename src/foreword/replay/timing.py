@@ -84,7 +84,7 @@ class StepCost:
         return float(self._seconds(int(lengths.sum()), entries.ends.sum(), pairs.sum()))
 
     def seconds_of_decoding(self, num_computed: Int64Array, num_steps: int) -> Seconds:
-        """The seconds of each of some consecutive steps, [num_steps]. Each step computes one token of each request."""
+        """The seconds of each of `num_steps` steps in sequence. Each step computes one token of each request."""
         num_seen = int(num_computed.sum()) + len(num_computed) * np.arange(1, num_steps + 1)
         return self._seconds(len(num_computed), num_seen, num_seen)
 
@@ -142,16 +142,16 @@ class SimulatedRunner:
 
 
 class Listener(Protocol):
-    """Hears what a simulated replica does. Times are seconds since the recording began."""
+    """Is told what a simulated replica does. Times are seconds since the recording began."""
 
     def publish(self, events: Sequence[KVCacheEvent], at_s: float) -> None:
-        """Hear that the cache has changed."""
+        """Called when the cache has changed."""
 
     def note_first_token(self, request_id: str, started_s: float, cached_tokens: int, at_s: float) -> None:
-        """Hear that a request, which first ran at `started_s`, has its first token."""
+        """Called when a request, which first ran at `started_s`, has its first token."""
 
     def note_end(self, request_id: str, at_s: float) -> None:
-        """Hear that a request's answer is complete."""
+        """Called when a request's answer is complete."""
 
 
 class Replica:

@@ -52,7 +52,7 @@ class LineFile:
         """Number of bytes that were written as whole lines."""
 
     def write(self, line: str) -> None:
-        """Append a line. If it raises OSError, the file is as it was before, and the call may be repeated."""
+        """Append a line. If this raises OSError, the file is as it was before, and the call may be repeated."""
         data = f"{line}\n".encode()
         packer = None if self._packer is None else self._packer.copy()  # the old packer continues if this write fails
         if packer is not None:
@@ -285,7 +285,7 @@ class TraceWriter:
     """
 
     def __init__(self, file: Path, *, block_tokens: int = TOKEN_BLOCK_TOKENS, secret: bytes | None = None) -> None:
-        """Start an empty `file`, gzipped if it ends in .gz. Files with one `secret` (16 to 64 bytes) share ids."""
+        """Start an empty `file`, gzipped if it ends in .gz. Files of one `secret` (16 to 64 bytes) have common ids."""
         if block_tokens < 1:
             raise ConfigError(f"block_tokens={block_tokens} is too small; use at least 1")
         if secret is not None and not 16 <= len(secret) <= 64:
@@ -313,7 +313,7 @@ class TraceWriter:
 
         `jumps`: index and position of each token after a gap. After a gap, only prompts with equal gaps share ids.
         `spans`: index and digest of each picture, since a picture's tokens do not say what it shows.
-        `linked`: facts about a prompt with links, which no prefix finds. They are written for people to read.
+        `linked`: facts about a prompt's links, which no prefix finds. The reader ignores them; they are for people.
 
         Times should be relative to the recording's start, since an absolute time is a fact about a user too.
         If this raises TraceError, the file is as it was before, and the call may be repeated.
