@@ -160,7 +160,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 
 def test_a_chunk_without_a_length_is_named(ragpulse: Path) -> None:
     (ragpulse / "3_history.jsonl").unlink()
-    with pytest.raises(TraceError, match=r"line 1 .*history names chunk 4, whose length no file beside it tells"):
+    with pytest.raises(TraceError, match=r"line 1 .*history names chunk 4, whose length is in no file of its folder"):
         list(read_chunks(ragpulse / "0_trace.jsonl"))
     (ragpulse / "3_history.jsonl").write_text('{"history_id": "4", "token_length": 5}')
     with pytest.raises(TraceError, match="is not a chunk's id and its length"):

@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tier",
         metavar="NAME=SIZE,RATE",
-        help="show what a tier below each capacity would give, by what is stored in it, such as disk=50GB,1.6GB/s",
+        help="show what a tier below the memory would find, for each rule of storing, such as disk=50GB,1.6GB/s",
     )
     time = parser.add_argument_group("simulated time", "given --flops, requests are served as they arrive")
     time.add_argument(
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="operations per second that a replica reaches, such as 4e14; needs --model",
     )
     time.add_argument(
-        "--bandwidth", default="1TB", metavar="BYTES/s", help="speed of its memory, such as 2TB (default: 1TB)"
+        "--bandwidth", default="1TB", metavar="BYTES/s", help="speed of a replica's memory, such as 2TB (default: 1TB)"
     )
     add_scheduling_arguments(time)
     add_fleet_arguments(parser)
@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run with parsed arguments. Most of them are checked before the trace is read."""
+    """Run with parsed arguments. Most arguments are checked before the trace is read."""
     if (chunks := chunk_file(args.trace)) is not None:
         return run_linking(args, chunks, args.parser.parse_args([str(args.trace)]))
     console = Console(stderr=args.json)
@@ -262,8 +262,8 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prefill-rate",
         metavar="TOKENS/s",
-        help="in place of --flops, a replica computes one prompt after the other, with this number of prompt tokens "
-        "per second; of several rates, such as 6000,3000, each replica takes the next",
+        help="instead of --flops: each replica computes one prompt after the other, at this number of prompt tokens "
+        "per second; if there are several rates, such as 6000,3000, each replica takes the next one",
     )
     group.add_argument(
         "--replicas",
@@ -277,7 +277,7 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
         choices=RULES,
         default=COST,
         metavar="RULE",
-        help="which replica a request goes to: by foreword's rule, cost, or by another router's with exact knowledge: "
+        help="rule that chooses a request's replica: foreword's own, cost, or another router's, with exact knowledge: "
         f"{', '.join(RULES[1:])} (default: cost)",
     )
     group.add_argument("--routers", type=int, default=1, metavar="N", help="number of routers (default: 1)")
@@ -286,7 +286,7 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="S",
-        help="seconds that events of caches are late (default: 0)",
+        help="seconds by which events of caches are late (default: 0)",
     )
     group.add_argument(
         "--fleet",
@@ -364,8 +364,8 @@ def _serve(
         console.print(f"No replica was left for {', '.join(stranded)}.")
     if has_steps and min(busy, default=0.0) >= SATURATED:
         console.print(
-            f"The replicas are busy at least {min(busy):.0%} of the time: what requests wait for is computation, and "
-            "more replicas shorten that more than memory does.",
+            f"The replicas are busy at least {min(busy):.0%} of the time: requests wait for computation, and more "
+            "replicas shorten the wait more than memory does.",
             style="bold",
             highlight=False,
         )

@@ -1,4 +1,4 @@
-"""Linking: counts the tokens that a cache would find if chunks could stand anywhere, and those it computes again.
+"""Linking: counts the tokens that a cache would find if chunks could stand anywhere, and the recomputed tokens.
 
 Two caches with LRU and equal memory get the same requests. The first finds a chunk only if all chunks before it are
 the same as before. The second finds a chunk wherever it stands. A chunk that both find is exact. If only the second
@@ -112,7 +112,7 @@ def _of_ragpulse(ids: dict[str, Any], lengths: Mapping[int, int], where: str) ->
     for part in RAGPULSE_PARTS:
         for chunk_id in _list(ids.get(part, []), part, where):
             if type(chunk_id) is not int or chunk_id not in lengths:
-                raise TraceError(f"{where}: {part} names chunk {chunk_id!r}, whose length no file beside it tells")
+                raise TraceError(f"{where}: {part} names chunk {chunk_id!r}, whose length is in no file of its folder")
             chunks.append(Chunk(chunk_id, lengths[chunk_id], part.removesuffix("_ids")))
     return tuple(chunks)
 
