@@ -16,7 +16,7 @@ from foreword.errors import InvalidRequestError
 MARK = f"\x02picture {secrets.token_hex(16)}\x03"
 """The mark of a picture in a text. No client can guess it, so each mark in a text stands for a picture."""
 PICTURES = "\x02pictures"
-"""The field of a plain message with the files of its pictures, in the order of their marks. Callers do not use it."""
+"""The key of a plain message's list of its pictures' files, in the order of their marks. Callers do not use it."""
 OTHER_TOOL = {"type": "function", "function": {"name": "\x01", "description": "\x01", "parameters": {}}}
 
 
@@ -28,7 +28,7 @@ def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
 def pictures_in_order(
     messages: Sequence[Mapping[str, Any]], write: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 ) -> list[Any]:
-    """The files of all pictures in the order of their marks after `write`, which may move messages and texts."""
+    """The files of all pictures, in the order that their marks have after `write`, which may move texts."""
     files, numbers = pictures_of(messages), count()
     if (num_marks := sum(str(turn["content"]).count(MARK) for turn in messages)) != len(files):
         raise InvalidRequestError(f"the messages have {len(files)} pictures, but {num_marks} places for them")
@@ -115,7 +115,7 @@ def _plain_call(call: Any, index: int) -> dict[str, Any]:
 
 
 def joined_parts(texts: Sequence[str], role: Any) -> str:
-    """Join the parts of a content. Other parts than those of an answer, and than pictures, get their own lines."""
+    """Join the parts of a content. Parts get their own lines, except parts of an answer and pictures."""
     between = "" if role == "assistant" else "\n"
     if MARK not in texts:
         return between.join(texts)
@@ -128,7 +128,7 @@ def joined_parts(texts: Sequence[str], role: Any) -> str:
 def read_arguments(text: str) -> Mapping[str, Any] | str:
     """Read the arguments of an earlier call. Returns the text itself if it is not a JSON object.
 
-    Models write such calls too: cut off at the last token, with a list, or with a number too large for a float.
+    Models also write arguments that are cut off, that are a list, or that have a number too large for a float.
     """
     try:
         arguments = json.loads(text or "{}", parse_constant=_no_number, parse_float=_finite)
@@ -164,7 +164,7 @@ def take_call(
 ) -> dict[str, Any] | None:
     """Remove from `waiting` the call that a result answers: the call with its id, else the first with its name.
 
-    `any_name`: else the first call of any name. Returns the call, or None if no call waits for the result.
+    `any_name`: if there is neither, it takes the first call of any name. Returns the call; None if no call waits.
     """
     of_id = [call for call in waiting if call_id is not None and call["id"] == call_id]
     of_name = [call for call in waiting if call["function"]["name"] == name]
@@ -180,7 +180,7 @@ class ChatKeywords(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     """Functions in OpenAI's form."""
     chat_template: str | None
-    """Jinja template in place of the tokenizer's."""
+    """Jinja template to use instead of the tokenizer's."""
     chat_template_kwargs: Mapping[str, Any] | None
     """Further inputs of the template."""
     add_generation_prompt: bool
@@ -188,11 +188,11 @@ class ChatKeywords(TypedDict, total=False):
     continue_final_message: bool
     """Let the model continue the last message instead of starting a new one."""
     thinking_budget: int | None
-    """Most tokens of thinking; after them the model has to answer."""
+    """The most tokens of thinking. After these, the model must answer."""
 
 
 def template_inputs(rendering: ChatKeywords) -> dict[str, Any]:
-    """Inputs of the chat template besides the messages. Raises InvalidRequestError for unknown or wrong keywords."""
+    """Inputs of the chat template, without the messages. Raises InvalidRequestError for unknown or wrong keywords."""
     unknown = sorted(set(rendering) - set(ChatKeywords.__annotations__))
     if unknown:
         raise InvalidRequestError(
@@ -228,7 +228,7 @@ class Rendering(TypedDict, total=False):
     template_inputs: Mapping[str, Any] | None
     """Further values for the template, such as `tools`. A template ignores values that it does not know."""
     chat_template: str | None
-    """Template in place of the tokenizer's."""
+    """Template to use instead of the tokenizer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +237,9 @@ class Conversation:
 
     messages: Sequence[Mapping[str, Any]]
     inputs: Mapping[str, Any]
-    """The template's inputs besides the messages."""
+    """The template's inputs, without the messages."""
     is_open: bool = True
-    """Whether the prompt ends with the beginning of an answer, or after the last message."""
+    """Whether the prompt ends with the beginning of an answer. Otherwise it ends after the last message."""
     continues: bool = False
     """Whether the prompt ends inside the last message."""
     chat_template: str | None = None

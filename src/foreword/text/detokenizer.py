@@ -11,7 +11,7 @@ REPLACEMENT = "\ufffd"
 """The character that decoders write for bytes that are not a character, or only a part of one."""
 
 _MAX_INCOMPLETE = 3
-"""Most replacement characters that later bytes can turn into one character (UTF-8: 4 bytes)."""
+"""The most replacement characters that later bytes can turn into one character: it has up to 4 bytes in UTF-8."""
 
 _WINDOW_TOKENS = 12
 """The number of tokens at which a detokenizer's window is shortened."""
@@ -30,10 +30,10 @@ class Detokenizer(Protocol):
         """Add a token; returns the text that is certain now."""
 
     def flush(self) -> str:
-        """The remaining text as the decoder writes it: U+FFFD for the beginning of a character."""
+        """The remaining text as the decoder writes it, with U+FFFD for an incomplete character."""
 
     def cut(self) -> str:
-        """The remaining text if the output was cut off: without the beginning of a character."""
+        """The remaining text of an output that was cut off, without an incomplete character."""
 
     @property
     def pending(self) -> str:
@@ -45,14 +45,14 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: the text is the bytes of all tokens, one after the other."""
+    """A detokenizer for byte-level vocabularies: a text's bytes are its tokens' bytes, one after the other."""
 
     pending = ""
 
     def __init__(
         self, bytes_of: Callable[[int], bytes | None], skipped_ids: Collection[int], after: Sequence[int] = ()
     ) -> None:
-        """`after`: the tokens that the text continues. If they end inside a character, the text completes it."""
+        """`after`: the tokens that the text continues. If these end inside a character, the text completes it."""
         self.num_characters = 0
         self._bytes_of, self._skipped_ids = bytes_of, skipped_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -87,7 +87,7 @@ class _ByteRun:
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
 
     def push(self, token_id: int, byte: int) -> str:
-        """Add a token; returns the text that is certain now. That is empty until the run is broken."""
+        """Add a token; returns the text that is certain now. Until the run is broken, this is empty."""
         self.token_ids.append(token_id)
         if self.is_broken:
             return REPLACEMENT
@@ -105,7 +105,7 @@ class _ByteRun:
 
 
 class WindowDetokenizer:
-    """For tokens whose text depends on their neighbours (bytes of a character, a space that only the first word loses).
+    """A detokenizer for tokens whose text depends on their neighbours, such as the bytes of one character.
 
     A token's text is the difference between two decodings. Only a window of the last tokens is decoded, at a constant
     cost per token:
@@ -195,7 +195,7 @@ class WindowDetokenizer:
         return piece
 
     def _characters(self, run: _ByteRun) -> str:
-        """The whole characters of a run; at a text's beginning as the decoder writes them, which may drop a space."""
+        """The whole characters of a run. At the beginning of a text, the decoder may drop a space from them."""
         if self._window or not run.text:
             return run.text
         return self._decode(run.token_ids[: len(run.text.encode())])
@@ -216,7 +216,7 @@ class WindowDetokenizer:
         """The window's text; it begins with `_released`."""
         text = self._decode(self._window)
         if not text.startswith(self._released):
-            # The decoder changed its mind about text already released. Go on from the unreleased tokens.
+            # The decoder now decodes released tokens to other text. Go on from the unreleased tokens.
             del self._window[: self._num_settled]
             self._num_settled = 0
             self._released = ""
@@ -226,7 +226,7 @@ class WindowDetokenizer:
     def _shorten(self, text: str) -> None:
         """Drop the window's first tokens if the other tokens alone still decode to the end of `text`.
 
-        If the new window starts inside a character, only the start of its text is wrong, which counts as released.
+        If the new window starts inside a character, only the start of its text is wrong, and this start is released.
         """
         window = self._window[-_KEPT_TOKENS:]
         new_text = self._decode(window)
@@ -243,7 +243,7 @@ class WindowDetokenizer:
 
 
 def _end_of(token_ids: Sequence[int], skipped_ids: Collection[int], byte_of: Collection[int] = ()) -> list[int]:
-    """The last tokens that are not skipped; enough of them that they do not begin inside a run of byte tokens."""
+    """The last tokens that are not skipped, from so early on that they do not begin inside a run of byte tokens."""
     text_ids = (int(token_id) for token_id in reversed(token_ids) if token_id not in skipped_ids)
     end = list(islice(text_ids, _KEPT_TOKENS))
     while end and end[-1] in byte_of:
@@ -255,5 +255,5 @@ def _end_of(token_ids: Sequence[int], skipped_ids: Collection[int], byte_of: Col
 
 
 def _num_incomplete(text: str) -> int:
-    """Number of characters at the end of `text` that later bytes may turn into another character."""
+    """The number of characters at the end of `text` that later bytes may turn into another character."""
     return len(text) - len(text[-_MAX_INCOMPLETE:].rstrip(REPLACEMENT)) - len(text[:-_MAX_INCOMPLETE])

@@ -1,8 +1,8 @@
 """Makes a tokenizer from its `tokenizer.json`, equal to the one that transformers makes from the same files.
 
 transformers chooses a class by the names in both configs. Most classes take tokenizer.json as it is. Some classes build
-its parts anew; for these, the file must have the same parts. If transformers might make a different tokenizer,
-`NotPlainError` is raised, and transformers is used.
+its parts anew. The file must have the same parts as such a class builds. If transformers might make a different
+tokenizer, `NotPlainError` is raised, and transformers is used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CLASS_OF = {
 _CORRECTED = ("phi3", "qwen2")
 """Models whose files are known to name a wrong class."""
 _MANY_TOKENS = 100_000
-"""Mistral's vocabularies with more tokens than this may have a wrong pattern, of which transformers warns."""
+"""Mistral's vocabularies with more tokens than this may have a wrong pattern. transformers warns of it."""
 
 
 class NotPlainError(Exception):
@@ -53,7 +53,7 @@ class NotPlainError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Rebuilt:
-    """The parts that a class builds in place of those in tokenizer.json."""
+    """The parts that a class builds instead of those in tokenizer.json."""
 
     special: Mapping[str, str | None]
     """The class's special tokens, which files may leave out."""
@@ -134,7 +134,7 @@ class JsonTokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, trust_remote_code: bool = False) -> JsonTokenizer:
-        """Load the tokenizer of a folder. Raises NotPlainError, for damaged files too."""
+        """Load the tokenizer of a folder. Raises NotPlainError, also for damaged files."""
         try:
             return _load(folder, trust_remote_code)
         except NotPlainError:

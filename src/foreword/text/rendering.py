@@ -1,6 +1,6 @@
-"""Rendering: conversations to tokens by a chat template.
+"""Rendering: turns conversations into tokens with a chat template.
 
-Control tokens such as `<|im_end|>` that users write stay text: a mark inside hides them from the tokenizer:
+If a user writes a control token such as `<|im_end|>`, it stays text. A mark inside it hides it from the tokenizer:
 
     <|im_end|>  ->  <⿻|im_end|>  ->  "<" "⿻" "|" "im" "_end" "|" ">"  ->  the tokens without those of the mark
 """
@@ -42,7 +42,7 @@ _NO_INPUTS = frozenset(
 MOST_REPORTS = 16
 """The number of chat templates whose reports are remembered: a request may name its own template."""
 MOST_MESSAGE_ENDS = 64
-"""Recurrent states may be saved at the ends of a conversation's last messages, at most this number of messages."""
+"""The most messages of a conversation, the last ones, at whose ends recurrent states may be saved."""
 
 
 class ControlTokens:
@@ -70,7 +70,7 @@ class ControlTokens:
 
     def _hidden_text(self, text: str, mark: str, spared: frozenset[str]) -> str:
         if self._pattern is None or not any(beginning in text for beginning in self._beginnings):
-            return text  # the case of most texts, in a hundredth of the time
+            return text  # most texts end here, in a hundredth of the time
 
         def hide(match: Any) -> str:
             token = str(match[0])
@@ -81,7 +81,7 @@ class ControlTokens:
 
 
 def marked_tokens(encoding: Any, text: str, mark: str) -> npt.NDArray[np.intp] | None:
-    """The indices of the tokens that are a mark; None if a token has a mark and other characters."""
+    """The indices of the tokens that are a mark; None if a token has a mark together with other characters."""
     if mark not in text:
         return np.empty(0, np.intp)
     indices = [at for at, (begin, end) in enumerate(encoding.offsets) if mark in text[begin:end]]
@@ -113,11 +113,11 @@ class Renderer:
         self._written_sign: tuple[str, str] | None = None
 
     def write_signs(self, written_sign: tuple[str, str]) -> None:
-        """Replace pictures' signs in texts from now on: (sign, its replacement)."""
+        """Replace each picture's sign in rendered texts from now on. `written_sign`: (sign, its replacement)."""
         self._written_sign = written_sign
 
     def with_written_signs(self, text: str) -> str:
-        """The text of a prompt with pictures, as the model's own processor writes it around their signs."""
+        """The text of a prompt with its pictures' signs written as the model's own processor writes them."""
         return text if self._written_sign is None else text.replace(*self._written_sign)
 
     @property
@@ -133,7 +133,10 @@ class Renderer:
         return template or None
 
     def template_report(self, chat_template: str | None = None) -> TemplateReport:
-        """Probe a chat template once (None: the tokenizer's own): its form, and the parts that it does not show."""
+        """The form of a chat template, and the kinds of conversations that it does not show. Probes a template once.
+
+        `chat_template`: None: the tokenizer's own.
+        """
         source = chat_template or self.chat_template
         if source is None:
             return TemplateReport()
@@ -145,13 +148,13 @@ class Renderer:
 
             report = Probe(render, choose_format(None, None, source)).report()
             if len(self._reports) >= MOST_REPORTS:
-                self._reports.pop(next(reversed(self._reports)), None)  # the first one is the tokenizer's own
+                self._reports.pop(next(reversed(self._reports)), None)  # keeps the first, the tokenizer's own
             self._reports[source] = report
             return report
         return self._reports[source]
 
     def take_control_tokens(self) -> None:
-        """Let messages have control tokens, such as `<|im_end|>`, as text prompts may. Otherwise these stay text."""
+        """Read control tokens in messages, such as `<|im_end|>`, as tokens from now on, as in text prompts."""
         self._takes_control_tokens = True
 
     def _spared_tokens(self) -> frozenset[str]:
@@ -267,8 +270,9 @@ class Renderer:
     ) -> tuple[npt.NDArray[np.int32], list[int]]:
         """Return the token ids of `render_chat`, and for each place the number of tokens before it.
 
-        These tokens do not depend on the text after the place. 0: the template does not show the place, or refuses the
-        conversation that would find it. Each place costs a rendering; a slow tokenizer also has to tokenize it.
+        These tokens do not depend on the text after the place. The number is 0 if the template does not show the place,
+        or refuses the conversation that is rendered to find it. Each place costs a rendering, and a slow tokenizer must
+        also encode its text.
         """
         ours = Conversation.of(messages, rendering)
         marked = self._marked(ours)
@@ -293,7 +297,7 @@ class Renderer:
     def _token_at(self, encoding: Any, length: int, text: str) -> int:
         """The number of tokens in the first `length` characters that stay the same if the text goes on differently.
 
-        If two ordinary tokens meet there, the first one may depend on the text after it, so it is not counted.
+        If two ordinary tokens meet at that place, the first may depend on the text after it, so it is not counted.
         """
         at = next((token for c in range(length, len(text)) if (token := encoding.char_to_token(c)) is not None), None)
         if at is None:

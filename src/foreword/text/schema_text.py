@@ -44,7 +44,7 @@ def schema_text(tokenizer: Tokenizer) -> SchemaText:
     opening = _opening(tokenizer)
     messages = _Messages(tokenizer, tokenizer.spell(opening) if opening else "")
     numbers: dict[int, int] = {}
-    """One object for each id. With a separate object for each token, schemas would take three times the memory."""
+    """Id -> one int object for all tokens with this id. Separate objects would take three times the memory."""
 
     def encode(text: str) -> tuple[int, ...]:
         return tuple(numbers.setdefault(token_id, token_id) for token_id in tokenizer.encode_part(text))
@@ -70,7 +70,7 @@ class _Messages:
     """The texts that a chat template writes around messages."""
 
     def __init__(self, tokenizer: Tokenizer, opening: str) -> None:
-        """`opening` stands before every prompt. If a template writes it too, it is left out."""
+        """`opening`: the text before every prompt. If a template also begins with this text, it is removed there."""
         self._tokenizer, self._opening = tokenizer, opening
         self.around = functools.cache(self._around)
         self.answer = functools.cache(self._answer)

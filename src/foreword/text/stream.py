@@ -25,8 +25,8 @@ class TextStream:
 
     The text that it releases is final: whole characters, nothing beyond a stop string, and no text that may
     be the beginning of a stop string. If no stop string comes, the pieces add up to the decoded text of all
-    tokens. Decoders with byte fallback read a run of byte tokens as a whole, so its characters are released when the
-    run has ended. Stop strings are looked for in them before that.
+    tokens. Decoders with byte fallback read a run of byte tokens as a whole, so the run's characters are released only
+    when the run has ended. Before that, stop strings are already looked for in these characters.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class TextStream:
 
 
 def _first_match(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """Position and text of the stop string that is complete first; if several end there, the longest.
+    """Position and text of the stop string that is complete first; if several end at one place, the longest.
 
-    "Complete first" makes the answer independent of how tokens cut the text.
+    By this rule, the answer does not depend on how tokens cut the text.
     """
     matches = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
     if not matches:

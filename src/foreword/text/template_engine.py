@@ -86,7 +86,7 @@ def _mark(message: dict[str, Any]) -> str:
 
 
 def _cut(text: str, begun: str) -> str:
-    """The text up to the mark; without white space at its end if the template has stripped that of the mark."""
+    """The text up to the mark. If the template has stripped the mark's white space, the text is stripped, too."""
     mark = _TAG.strip()
     if begun.strip() not in text or mark not in text:
         raise ValueError("the template does not write the last message as it is, so it cannot be continued")

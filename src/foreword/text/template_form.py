@@ -86,7 +86,8 @@ class TemplateForm:
     call_content: Literal["empty", "none", "missing"] = "empty"
     """The content of an answer with calls and without text."""
     beside_call: Literal["kept", "before", "written"] = "kept"
-    """Text beside calls stays; or is a message before the calls; or all calls of the conversation are text too."""
+    """Text in a message with calls stays; or becomes a message before the calls; or all of the conversation's calls
+    become text, too."""
     arguments: Literal["object", "text"] = "object"
     broken_arguments: Literal["kept", "wrapped"] = "kept"
     """Arguments that are not a JSON object stay a text, or become an object that holds the text."""
@@ -96,7 +97,7 @@ class TemplateForm:
     results: Literal["tool", "question"] = "tool"
     """Results of calls have their own role, or are questions."""
     reasoning: Literal["reasoning_content", "reasoning", "thinking", "parts"] = "reasoning_content"
-    """The field for an answer's reasoning; parts: it is a part of the content."""
+    """The field for an answer's reasoning; parts: the reasoning is a part of the content."""
     no_tools: Literal["missing", "empty"] = "missing"
     """Without tools, the template gets no list of tools, or an empty list."""
     tools: Literal["kept", "filled", "written"] = "kept"
@@ -308,7 +309,7 @@ def _filled(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _type_of(schema: Mapping[str, Any]) -> str:
-    """Find the type of a schema without `type` in its other fields; "string" if they do not tell."""
+    """Find the type of a schema without `type` in its other fields; "string" if these do not say it."""
     for variant in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
         if isinstance(variant, Mapping) and isinstance(variant.get("type"), str) and variant["type"] != "null":
             return str(variant["type"])

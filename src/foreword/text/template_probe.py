@@ -1,8 +1,8 @@
 """Template probe: finds the form of messages in which a template shows all parts of a conversation.
 
-Templates are programs that vendors write for their own messages. They skip or refuse messages that they do not expect.
-So the probe renders conversations whose parts are marks. It tries each of a form's choices, the smallest changes first,
-until every mark is in the text.
+Templates are programs that vendors write for their own messages. A template skips or refuses messages that it does not
+expect. So the probe renders conversations whose parts are marks. It tries each of a form's choices, the smallest
+changes first, until every mark is in the text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Sample:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     marks: Sequence[str] = ()
-    """Texts that the prompt must have, besides all contents."""
+    """Texts that the prompt must have, in addition to all contents."""
     absent: Sequence[str] = ()
     """Texts that the prompt must not have."""
 
@@ -183,7 +183,7 @@ SAMPLES = (
 )
 
 _REFUSED = 1000
-"""The number of lost marks that a refusal counts as."""
+"""A refusal counts as this number of lost marks."""
 
 _CALL_CHOICES: Mapping[str, Sequence[str]] = {
     "ids": ("kept", "nine", "numbered"),
@@ -205,7 +205,7 @@ class Probe:
         self._render, self._reply = render, reply
 
     def report(self) -> TemplateReport:
-        """Find the form that shows most. Takes some hundred renderings of short conversations."""
+        """Find the form that shows the most marks. Takes some hundred renderings of short conversations."""
         form = plain = TemplateForm(reply=self._reply)
         form = self._best(form, _each("no_tools", "missing", "empty"), [PLAIN])
         form = self._best(form, _each("content", "text", "parts"), [PLAIN])
@@ -302,7 +302,7 @@ def _each(name: str, *values: str) -> list[Mapping[str, str]]:
 
 
 def _in_order(text: str, sample: Sample) -> bool:
-    """Whether the contents stand in the order of the messages. A system message at the beginning may stand anywhere."""
+    """Whether the contents are in the order of the messages. A system message at the beginning may be anywhere."""
     places = [text.rindex(content) for content in sample.contents]
     places = places[1 if sample.messages[0]["role"] == "system" else 0 :]
     return places == sorted(places)
@@ -324,7 +324,7 @@ def refuse_lost(report: TemplateReport, messages: Sequence[Mapping[str, Any]], i
 
 
 def _kinds(messages: Sequence[Mapping[str, Any]], has_tools: bool) -> set[str]:
-    """The kinds of samples that a conversation is like. Reasoning is left out: many templates drop it by design."""
+    """The kinds of samples to which a conversation belongs, except reasoning: many templates drop it by design."""
     roles = [message["role"] for message in messages]
     pairs = list(itertools.pairwise(roles))
     head = next((at for at, role in enumerate(roles) if role != "system"), len(roles))

@@ -29,15 +29,15 @@ _MIN_TOKEN_CHARACTERS = 16
 MOST_SPELT = 4096
 """The number of words whose spellings are remembered."""
 PROMPT_END_TOKENS = (64, 4096)
-"""Numbers of last prompt tokens in which to look for the beginning of the reply; the second if the first is too few."""
+"""Numbers of last prompt tokens to search for the beginning of the reply; the second if the first is too small."""
 Decode = Callable[[list[int]], str]
 
 
 class Tokenizer(Renderer):
     """A Hugging Face tokenizer, fast or slow, as the rest of foreword uses it.
 
-    Text is decoded without special tokens and exactly as the tokens spell it: transformers' optional
-    clean-up of spaces, which takes back characters already written, is never applied.
+    Text is decoded without special tokens and exactly as the tokens spell it. transformers' optional clean-up of spaces
+    is never applied, because it would change characters that are already written.
     """
 
     def __init__(self, hf_tokenizer: Any) -> None:
@@ -59,7 +59,7 @@ class Tokenizer(Renderer):
         )
         self._spelt = functools.lru_cache(MOST_SPELT)(self._spell)
         self._form: tuple[tuple[Any, ...], ReplyFormat | None] | None = None
-        """The wishes that decide the form of replies, and the form."""
+        """The settings that decide the form of replies, and the form; None: not chosen yet."""
         self._markers_of = functools.lru_cache(1)(self._find_markers)
 
     @classmethod
@@ -96,7 +96,7 @@ class Tokenizer(Renderer):
 
     @property
     def hf_tokenizer(self) -> Any:
-        """The `transformers.PreTrainedTokenizerBase` of the model. From now on it does the work, and may be changed."""
+        """The model's `transformers.PreTrainedTokenizerBase`. After this call it does the work, and may be changed."""
         if isinstance(self._hf, JsonTokenizer):
             template, self._hf = self._hf.chat_template, self._load_own()
             self._hf.chat_template = template
@@ -133,7 +133,7 @@ class Tokenizer(Renderer):
 
     @functools.cached_property
     def added_tokens(self) -> dict[str, int]:
-        """For each token that was added to the vocabulary, its id by its text."""
+        """Text -> id of each token that was added to the vocabulary."""
         return {str(token): token_id for token_id, token in self._hf.added_tokens_decoder.items()}
 
     @property
@@ -150,7 +150,7 @@ class Tokenizer(Renderer):
         return frozenset(markers & self._skipped_ids - self.eos_token_ids)
 
     def prompt_end(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> str:
-        """The last text of a prompt, special tokens included. If possible, it has the place where the reply begins."""
+        """The last text of a prompt, special tokens included. If possible, the reply's beginning is in this text."""
         form, text = self.reply_format, ""
         for count in PROMPT_END_TOKENS:
             text = self.spell(token_ids[-count:])
@@ -389,7 +389,7 @@ class TokenBytes:
 
 @functools.cache
 def _alphabet() -> dict[str, int]:
-    """The byte for each character of GPT-2's alphabet: printable bytes stand for themselves, others from 256 on."""
+    """Character of GPT-2's alphabet -> byte. Printable bytes have their own characters, others those from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -413,7 +413,7 @@ def _byte_tokens(hf_tokenizer: Any) -> dict[int, int]:
 
 
 def _reads_runs_whole(byte_of: dict[int, int], decode: Decode) -> bool:
-    """Whether one wrong byte makes all bytes of its run unreadable. Tried with a character's two bytes and one more."""
+    """Whether one wrong byte makes all bytes of its run unreadable. Tries a character's two bytes and one more byte."""
     token_of = {byte: token_id for token_id, byte in byte_of.items()}
     run = [token_of.get(byte) for byte in "é".encode()]
     if None in run:

@@ -1,4 +1,4 @@
-"""The arguments of a call: cast to the types of JSON schemas, written as JSON, and read from a call that is cut off."""
+"""Casts a call's arguments to the types of JSON schemas, writes them as JSON, and reads them from a cut-off call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def as_json(value: Any) -> str:
 # ------------------------------------------------------------------ schemas
 
 MOST_SCHEMAS = 64
-"""Most schemas to read for one argument: references can make a small schema exponentially large."""
+"""The most schemas to read for one argument: references can make a small schema exponentially large."""
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -85,8 +85,8 @@ def _type_names(schema: Mapping[str, Any]) -> list[str]:
 def variants(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Split a schema into schemas of one type each, without references, `anyOf`, `oneOf` and `allOf`.
 
-    A value has to match one of the results. Fixed values stay together. Clients may send any schema: parts that are not
-    valid JSON schema count as missing, and at most MOST_SCHEMAS schemas are read.
+    A value must match one of the results. The values of an `enum` stay in one schema. Clients may send any schema:
+    parts that are not valid JSON schema count as missing, and at most MOST_SCHEMAS schemas are read.
     """
     return _variants(schema, root, [MOST_SCHEMAS])
 
@@ -139,7 +139,7 @@ _TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", 
 def _cast(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     """Cast a text to the first type that fits; return the text itself if no type does.
 
-    If a schema allows texts too, a value counts only if JSON would write it as this text: 02134 and 1e5 stay texts.
+    If the schema allows texts, too, a value counts only if JSON writes it as this text: 02134 and 1e5 stay texts.
     """
     options = variants(schema, root)
     if any(text == value for option in options for value in (*_listed(option.get("enum")), option.get("const"))):
@@ -160,7 +160,7 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _is_written(value: Any, text: str) -> bool:
-    """Whether a value is written as this text, by JSON or by a template; white space in lists and objects is free."""
+    """Whether a value is written as this text, by JSON or by a template. White space in lists and objects is free."""
     try:
         json_text = as_json(value)
     except (ValueError, RecursionError):
@@ -220,7 +220,7 @@ _CASTS: Mapping[str, Any] = {
 
 
 def beginning_at(text: str, keys: Sequence[str]) -> str | None:
-    """The JSON text, perhaps cut off, at nested keys of an object that may be cut off; None if a key is missing."""
+    """The JSON text at nested keys of an object; both may be cut off. None if a key is missing."""
     for key in keys:
         member = dict(_members(text)).get(key)
         if member is None:
@@ -230,7 +230,7 @@ def beginning_at(text: str, keys: Sequence[str]) -> str | None:
 
 
 def items_of(text: str) -> list[str]:
-    """The JSON texts of the items of a list that may be cut off; the last one may be cut off too."""
+    """The JSON texts of the items of a list that may be cut off. Then the last item may be cut off, too."""
     at, items = text.index("[") + 1, []
     while at < len(text):
         at = _after(text, at, ",")
@@ -242,7 +242,7 @@ def items_of(text: str) -> list[str]:
 
 
 def _members(text: str) -> Iterator[tuple[str, str]]:
-    """Keys and the JSON texts of their values, in the beginning of an object."""
+    """Yield each key and the JSON text of its value, in an object that may be cut off."""
     at = text.find("{") + 1
     while 0 < at < len(text):
         try:

@@ -28,14 +28,14 @@ _WORD = regex.compile(r"[\w.+-]*")
 _NAME = regex.compile(r"[\w-]+")
 _SCALAR = regex.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 MAX_WORD = 400
-"""Most characters of a number or a key without quotes."""
+"""The most characters of a number, or of a key without quotes."""
 Schemas = Mapping[str, Mapping[str, Any]]
 _SPACE = regex.compile(r"\s*")
 _VALUE = "(?P<value>.*?)"
 
 
 class JsonScanner:
-    """The state of one JSON value: an object or a list. `text` is the text read so far, in strict JSON."""
+    """Scans one JSON value, an object or a list, piece by piece. `text` is the text read so far, in strict JSON."""
 
     def __init__(self, *, unquoted_keys: bool = False, string_delims: Sequence[Sequence[str]] = ()) -> None:
         """`string_delims`: pairs of markers; each pair begins and ends a string without escapes."""
@@ -47,7 +47,7 @@ class JsonScanner:
         self._open: list[str] = []
         """The brackets that are open."""
         self._expects = "value"
-        """value, first value, key, first key, colon or comma."""
+        """What comes next: value, first value, key, first key, colon or comma."""
         self._closing: str | None = None
         """The marker that ends the open string; None outside strings."""
         self._is_key = False
@@ -66,7 +66,7 @@ class JsonScanner:
     def read(self, text: str, at: int) -> int:
         """Read from a position on; returns the position of the first character that is not read.
 
-        That is the end of the value, the place where it fails, or the beginning of a token that the text's end cuts.
+        This is the end of the value, the place where the text is not JSON, or the beginning of a token that is cut off.
         """
         while at < len(text) and not (self.is_done or self.has_failed):
             before = at
@@ -176,7 +176,7 @@ class JsonScanner:
 
 
 class CallBody:
-    """The call that is being read, in a field of a response template."""
+    """Reads a call in a region of a reply, which belongs to a field of a response template."""
 
     def __init__(self, field: Any, captures: Mapping[str, str], schemas: Schemas) -> None:
         """`captures`: the named groups of its opening marker."""
@@ -309,7 +309,7 @@ def _keys(placeholder: Any) -> list[str]:
 
 
 class _TagBody(CallBody):
-    """Values between tags: a marker inside a value does not close the call."""
+    """Reads values between tags. A marker inside a value does not close the call."""
 
     def __init__(self, field: Any, captures: Mapping[str, str], schemas: Schemas) -> None:
         super().__init__(field, captures, schemas)
@@ -393,7 +393,7 @@ class _TagBody(CallBody):
 
 
 class _OtherBody(CallBody):
-    """Any other content. transformers reads it when its closing marker has come."""
+    """Collects any other content. transformers reads it once its closing marker has come."""
 
     def read(self, text: str, at: int, *, at_end: bool) -> int:
         closing = self._field.close_re
@@ -423,7 +423,7 @@ def may_grow(match: Any, text: str) -> bool:
 
 
 def _closed(field: Any, text: str, at: int, *, at_end: bool) -> int | None:
-    """The position after a closing marker that comes next; -1 if other text comes next, None if that is not clear."""
+    """The position after the closing marker if it comes next; -1 if other text comes next; None if not clear yet."""
     if field.close_re is None:
         return at
     start = _SPACE.match(text, at).end()

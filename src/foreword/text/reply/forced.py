@@ -1,8 +1,8 @@
 """Forced calls: a grammar of replies that consist only of calls, in the form of the model's family.
 
-Separators are the same as in templates, so that a call has the same tokens when the conversation comes back. The
-grammar names tokens that a tokenizer adds to its vocabulary by their ids: llguidance takes most of them for special
-tokens, and does not spell these with letters.
+Separators are the same as in templates, so that a call has the same tokens when the conversation comes back. In the
+grammar, tokens that the tokenizer has added to its vocabulary are written by their ids. llguidance takes most of them
+for special tokens, which it does not spell with letters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAPS = frozenset({"properties", "$defs", "definitions", "patternProperties", "d
 _VALUES = frozenset({"enum", "const", "default", "examples"})
 """Keys whose values are not schemas."""
 MAX_FORCED_CALLS = 16
-"""Most forced calls in one answer: a model that is not trained for tools would not stop."""
+"""The most forced calls in one answer: a model that is not trained for tools would not stop."""
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PATTERNS = {"{number}": "/[0-9]{1,3}/", "{id}": "/[a-zA-Z0-9]{9}/"}
 """Expressions for the parts of a call that a form leaves to the model."""
@@ -79,7 +79,7 @@ class _Frozen(dict[str, Any]):
 
 
 def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Regular expressions for a schema's limits of a text. As in JSON schema, unknown formats are ignored."""
+    """Regular expressions for a schema's limits on a text. As in JSON schema, unknown formats are ignored."""
     if isinstance(schema.get("pattern"), str):
         yield whole_pattern(schema["pattern"])
     shortest, longest = (schema.get(key) for key in ("minLength", "maxLength"))
@@ -166,9 +166,9 @@ class Unenforced:
 def without_patterns(
     schema: Any, can_follow: Callable[[str], bool], place: str = "$"
 ) -> tuple[Any, tuple[Unenforced, ...]]:
-    """Leave out the patterns that cannot be followed. Returns the new schema and the patterns that were left out.
+    """Leave out patterns that the grammar cannot follow. Returns the new schema and the patterns that were left out.
 
-    If a pattern for members' names is left out, all other members are allowed: the result takes more, never less.
+    If a pattern for members' names is left out, all other members are allowed: more values are valid, never fewer.
     """
     if isinstance(schema, list):
         parts = [without_patterns(item, can_follow, f"{place}[{at}]") for at, item in enumerate(schema)]

@@ -189,7 +189,7 @@ def _compiled_own(spec: Mapping[str, Any]) -> SimpleNamespace:
 
 
 def _anchor(item: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The mark that begins or ends a field: an expression, its literal texts or None, and whether a text may grow."""
+    """The mark that begins or ends a field: an expression, its literals or None, and whether one begins another."""
     pattern, literals, can_extend = item.get(f"{key}_pattern"), None, False
     if pattern is None and key in item:
         literals = [item[key]] if isinstance(item[key], str) else list(dict.fromkeys(item[key]))

@@ -1,7 +1,7 @@
 """ReplyReader: splits a reply, as it comes, into text, reasoning and calls.
 
-Tests compare it with transformers' own reader. That reader raises at malformed calls, and ends a call at a marker
-inside a string; ours does neither.
+Tests compare it with transformers' own reader. That reader raises an error at malformed calls, and ends a call at a
+marker inside a string. This reader does neither.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_SPACE = 64
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text for the reader of the answer."""
+    """Text of the answer, for the user."""
 
     text: str
 
@@ -56,8 +56,8 @@ def joined(parts: list[Part]) -> list[Part]:
 class ReplyReader:
     """Splits one reply into parts. The parts are the same for every way of cutting the text into pieces.
 
-    Text that may begin a marker is held back until that is clear; a call is held back until it ends. White space around
-    calls and reasoning is dropped. If a call turns out not to be one, it is shown as text with its markers.
+    Text that may begin a marker is held back until that is clear. A call is held back until it ends. White space around
+    calls and reasoning is dropped. If a text turns out not to be a call, it is shown as text with its markers.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class ReplyReader:
     ) -> None:
         """`prompt_end`: the prompt's last text, special tokens included. It may have opened a region already.
 
-        Some families write arguments as text; these get the types of the `tools`' schemas. Without `reads_calls`, calls
-        stay text.
+        Some families write all arguments as texts. These are cast to the types in the schemas of `tools`. Without
+        `reads_calls`, calls stay text.
         """
         self.num_calls = 0
         """The number of calls that were returned."""
@@ -95,7 +95,7 @@ class ReplyReader:
         self._last = ""
         """Kind of the last part or region: "text", "reasoning", "call", "opened", "shown" (reasoning), or ""."""
         self._lead = ""
-        """The separator to write before the next text, after earlier text of its field."""
+        """The separator to write before the next text, if there was earlier text of the same field."""
         self._seen: set[str] = set()
         self._parts: list[Part] = []
         if prompt_end:
@@ -130,7 +130,7 @@ class ReplyReader:
         return parts
 
     def _read_prompt(self, prompt_end: str) -> None:
-        """Read the prompt's end to get into its state. Parts that it has are dropped."""
+        """Read the prompt's end, so that the reply begins in its state. Parts of the prompt are dropped."""
         starts = [match.end() for match in self._form.template.start_anchor_re.finditer(prompt_end)]
         thinking = self._form.thinking
         if starts:

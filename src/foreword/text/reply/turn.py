@@ -26,8 +26,8 @@ class ThinkingLimit:
     """Decides which tokens may come in one reply: any token while the model thinks, then those of the answer's
     constraint.
 
-    After `budget` tokens of thinking it allows only the tokens that end the thinking. If the answer is constrained and
-    the model has not begun to think, it answers at once, unless its replies always begin with thinking.
+    After `budget` tokens of thinking, only the tokens that end the thinking may come. If the answer is constrained and
+    the prompt has not begun the thinking, the model answers at once, unless its replies always begin with thinking.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ThinkingLimit:
         self._push = tokenizer.detokenizer(tokenizer.marker_ids).push
         self._state = "thinking" if is_open else "before"
         self._tail = ""
-        """The end of the present state's text, in which to look for its marker."""
+        """The last text of the present state, in which to look for the marker that ends the state."""
         self._num_thought = 0
         self._forced: list[int] = []
         """Tokens that must come next."""
@@ -90,7 +90,7 @@ class ThinkingLimit:
         return mask
 
     def fork(self) -> ThinkingLimit | None:
-        """Copy the limit at this place. None before the answer, or if its constraint cannot be copied."""
+        """Copy the limit at this place; None before the answer begins, or if its constraint cannot be copied."""
         if self._state != "answer" or self._forced:
             return None
         answer = self._answer.fork() if isinstance(self._answer, ForkingConstraint) else None
@@ -126,7 +126,7 @@ class ThinkingLimit:
             self._tail = self._tail[-len(self._marks.closes) :]
 
     def _end(self, after: str) -> None:
-        """Note that thinking has ended by itself. The text before the answer may have begun in the same token."""
+        """Record that thinking has ended by itself. The text before the answer may have begun in the same token."""
         self._state = "answer"
         if self._answer is not None and self._lead.startswith(after) and self._lead != after:
             self._force(self._lead[len(after) :], "answer")
@@ -164,9 +164,9 @@ class Turn:
         end_token_ids: Collection[int],
         is_call: bool = False,
     ) -> Callable[[], TokenConstraint] | None:
-        """Return a function that opens a reply's limit, or None if nothing limits the reply. It can be pickled.
+        """Return a function that opens a reply's limit; None if nothing limits the reply. The function can be pickled.
 
-        `budget`: most tokens of thinking; `answer` opens the constraint after the thinking.
+        `budget`: the most tokens of thinking. `answer` opens the constraint after the thinking.
 
         `is_call`: whether `answer` forces calls. Raises InvalidRequestError for a budget that cannot be kept.
         """
