@@ -1,8 +1,8 @@
 """Admission: which blocks are worth storing in a tier. `foreword replay --tier` compares the rules on recorded traffic.
 
 all       every block
-twice     a block that is computed for the second time: traffic that never returns is never written
-room      every block while the tier has room, then as `twice`: a restart keeps everything of a young tier
+twice     a block that is computed for the second time: prompts that never return are never written
+room      every block while the tier has room, then as `twice`: a tier that is not full keeps all for a restart
 heads     the first blocks of each prompt, which prompts share most often
 """
 
@@ -15,9 +15,9 @@ from foreword.config import AdmissionName
 
 ADMISSIONS: tuple[AdmissionName, ...] = get_args(AdmissionName)
 HEAD_TOKENS = 4096
-"""The leading tokens of a prompt that `heads` admits."""
+"""The number of leading tokens of a prompt that `heads` admits."""
 MOST_REMEMBERED = 1 << 18
-"""Keys of computed blocks that are remembered for certain; at most twice this number are remembered, in 50 MB."""
+"""At least this number of keys of the last computed blocks are remembered, and at most twice as many, in 50 MB."""
 
 
 class Admission:

@@ -1,8 +1,8 @@
 """Encryption of payloads at rest: AES-256-GCM, bound to the block's name.
 
 A stored payload is nonce (12 bytes, random) | ciphertext | tag (16 bytes). The associated data are namespace, group and
-key, so a block's ciphertext in another block's place is refused. Headers are not encrypted: a reader of headers can
-test a guess of a prompt, but cannot read a prompt.
+key, so a block's ciphertext in another block's place is refused. Headers are not encrypted: who reads headers can test
+whether a guessed prompt is cached, but cannot read a prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_CIPHER_ID = bytes(16)
 
 
 def block_name(namespace: bytes, group_id: int, key: bytes) -> bytes:
-    """The bytes that a block's ciphertext is bound to."""
+    """The bytes to which a block's ciphertext is bound."""
     return struct.pack("<16sH", namespace, group_id) + key
 
 
@@ -30,16 +30,16 @@ class Cipher:
     """Writes and reads payloads. This base class leaves them as they are."""
 
     cipher_id = NO_CIPHER_ID
-    """16 bytes that name cipher and secret in headers; runs of another id are not read."""
+    """16 bytes that name cipher and secret in headers. Runs with another id are not read."""
     overhead_bytes = 0
-    """Stored bytes beyond the payload's."""
+    """The number of bytes by which a stored payload is longer than the payload."""
 
     def seal(self, name: bytes, payload: memoryview, out: memoryview) -> None:
         """Write the stored form of `payload` to `out`, which is `overhead_bytes` longer."""
         out[:] = payload
 
     def open(self, name: bytes, stored: memoryview, out: memoryview) -> memoryview | None:
-        """The payload, within `stored` or written to `out`; None if `stored` has changed, or has another name."""
+        """The payload, in `stored` or written to `out`; None if `stored` has changed, or belongs to another name."""
         return stored
 
 

@@ -1,7 +1,7 @@
 """The disk tier's time: seconds that never go back, and the wall clock's seconds in files.
 
-Within a process ages and expiry count on the monotonic clock; files hold the wall clock's seconds, which may have
-jumped by years when they are read.
+Within a process, ages and expiry are measured with the monotonic clock. Files hold times of the wall clock, which may
+have jumped by years when the files are read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 EPOCH = 1 << 31
-"""`now_s` of the moment when the process's clock was made: there is room for the ages that files report."""
+"""The value of `now_s` when a clock is made. It is so large that the ages that files report can be subtracted."""
 LATEST = (1 << 32) - 1
 
 
@@ -23,7 +23,7 @@ class Clock:
         self._start = monotonic()
 
     def now_s(self) -> int:
-        """Seconds since `EPOCH` seconds before the clock was made."""
+        """`EPOCH` plus the number of seconds since the clock was made."""
         return min(LATEST, EPOCH + int(self._monotonic() - self._start))
 
     def wall_s(self) -> int:
@@ -31,9 +31,9 @@ class Clock:
         return max(0, int(self._wall()))
 
     def expiry_of(self, created_s: int, expires_s: int) -> int:
-        """The moment, on this clock, when something written with these wall times expires; 0: never.
+        """The time, on this clock, at which something with these times of the wall clock expires; 0: never.
 
-        It expires at the latest after its whole time to live from now, wherever the wall clock has jumped to: a clock
+        Wherever the wall clock has jumped to, this is at most the whole time to live from now, because a wall clock
         before `created_s` counts as `created_s`.
         """
         if expires_s == 0:
@@ -42,5 +42,5 @@ class Clock:
         return min(LATEST, self.now_s() + ttl_s) if ttl_s > 0 else 1
 
     def moment_before(self, age_s: int) -> int:
-        """The moment `age_s` seconds ago; negative ages count as 0."""
+        """The time, on this clock, `age_s` seconds ago. Negative ages count as 0."""
         return max(1, self.now_s() - max(0, age_s))

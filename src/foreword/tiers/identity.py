@@ -1,7 +1,7 @@
-"""Whose KV a cache holds: digests of its model, and of the arithmetic that computed it.
+"""Whose KV a cache holds: digests of the model, and of the arithmetic that computed the KV.
 
-`foreword.model.identity` gathers the facts. Blocks with equal keys hold equal bits only if both digests are equal, so
-both enter the root of all keys, and the name of the place where blocks lie.
+`foreword.model.identity` gathers the facts. Blocks with equal keys hold equal bits only if both digests are equal. So
+both digests go into the root of all keys, and into the namespace of the blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 NAMESPACE_BYTES = 16
 Facts = Mapping[str, Any]
-"""Facts that can be written as JSON; other values count as their texts."""
+"""Facts that can be written as JSON. Values of other types are written as texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class CacheIdentity:
     arithmetic_id: str
     """Digest of everything else that decides a bit: kernels, versions, processor, and what a probe computed."""
     layout: str
-    """Digest of the layout alone: the same weights may be cached in other blocks."""
+    """Digest of the layout alone: KV of the same weights may be cached in blocks of several layouts."""
     exact: bool = True
-    """Whether another arithmetic is another identity. False: all arithmetics share blocks, in their own namespace."""
+    """Whether another arithmetic is another identity. False: all arithmetics share the blocks of one namespace."""
     facts: Facts = field(default_factory=dict, compare=False, repr=False)
     """Facts about the model and the arithmetic for people; comparisons ignore them."""
 
@@ -46,7 +46,7 @@ class CacheIdentity:
 
     @property
     def namespace(self) -> bytes:
-        """The name of the place where blocks of this identity lie, 16 bytes."""
+        """The namespace of this identity's blocks, 16 bytes."""
         return bytes.fromhex(self.fingerprint)[:NAMESPACE_BYTES]
 
     def description(self) -> dict[str, Any]:

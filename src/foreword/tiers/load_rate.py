@@ -1,7 +1,7 @@
-"""The rate of recent loads, and the estimate that it gives for the next load.
+"""The rate of recent loads, which gives an estimate for the next load.
 
-A tier that was slow once is not slow forever, but a tier without loads is not measured. So a slow rate counts for a
-minute, and then the next load is a try.
+A tier that was slow once is not slow forever, but only loads measure the tier. So a slow rate counts for a minute, and
+then the tier is tried again.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ RATE_MIN_BYTES = 1 << 20
 FIRST_GUESS_BYTES_PER_S = 500e6
 LATENCY_S = 0.001
 REMEMBERED_S = 60.0
-"""The seconds for which a rate below the first guess counts after it was measured."""
+"""A rate below the first guess counts for this number of seconds after it was measured."""
 LATE_MIN_S = 0.1
-"""The least seconds of a load that is measured although its deadline ended it."""
+"""A load that its deadline ended is measured if it ran for at least this number of seconds."""
 
 
 class LoadRate:
-    """A moving average. One thread measures, any thread may ask."""
+    """A moving average of the rate. One thread measures, any thread may ask."""
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -44,7 +44,7 @@ class LoadRate:
             self._measured_at = self._monotonic()
 
     def measure_late(self, num_bytes: int, seconds: float) -> None:
-        """Note a load that its deadline ended after `num_bytes`; only this load decides the next estimate.
+        """Record a load that its deadline ended after `num_bytes` bytes. Only this load decides the next estimate.
 
         A load that ran for less than `LATE_MIN_S` mostly waited for other loads, and says nothing about the tier.
         """

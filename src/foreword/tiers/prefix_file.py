@@ -1,6 +1,6 @@
 """Prefix files: the cached blocks of one prompt in one file, which another cache of the same model can take.
 
-The first pages say whose KV it holds, and of what size.
+The first pages, the manifest, say which model and arithmetic computed the KV, and how large it is.
 
     | manifest: page 0 ... | run | run | ... | SHA-256 of all before it |      FILE.fwkv; runs are those of fwseg
 
@@ -121,7 +121,7 @@ def encode_manifest(facts: Facts) -> bytes:
 
 
 def manifest_length(first_bytes: bytes) -> int:
-    """The length of the manifest that begins with these bytes. Raises UnsoundFileError if no manifest begins so."""
+    """The length of the manifest that begins with these bytes. Raises UnsoundFileError if they begin none."""
     magic, num_bytes, text_bytes = _HEAD.unpack(first_bytes)
     if magic[:4] != MAGIC[:4]:
         raise UnsoundFileError("it is no prefix file: the magic number at byte 0 is missing")
@@ -409,6 +409,6 @@ def _write(files: RealFiles, fd: int, facts: Facts, run: BlockRun) -> int:
 
 
 def _sync_folder(files: RealFiles, folder: Path) -> None:
-    """Make a new name survive a loss of power, where the file system can."""
+    """Let a file's new name survive a loss of power, if the file system can do that."""
     with contextlib.suppress(OSError), opened(files, folder) as fd:
         files.sync(fd)

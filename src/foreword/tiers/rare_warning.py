@@ -1,4 +1,4 @@
-"""A warning that may come often, and is logged once a minute."""
+"""A warning that may come often, and is logged at most once a minute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RareWarning:
         """The number of warnings since the last line."""
 
     def note(self, *facts: object) -> None:
-        """Note that the warning came again; `facts` fill its text."""
+        """Log the warning, or only count it; `facts` fill its text."""
         with self._lock:
             if (now := self._monotonic()) < self._next_at:
                 self._num_silent += 1

@@ -1,8 +1,8 @@
 """A ticket: one load or store under way, and its report.
 
 The thread that works for a ticket touches the caller's memory only inside `transfer`, which holds the ticket's lock.
-So when a call has ended the ticket, by cancelling it or because its deadline has passed, nobody touches that memory
-again. A disk that hangs cannot hold a caller's blocks.
+So after the ticket has ended, because it was cancelled or its deadline has passed, no thread touches that memory again.
+A disk that hangs cannot hold a caller's blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IndexArray = npt.NDArray[np.int64]
 
 
 class Outcome(enum.IntEnum):
-    """The result of one block of a job."""
+    """The result for one block of a job."""
 
     DONE = 0
     """The block is loaded, or stored."""
@@ -35,7 +35,7 @@ class Outcome(enum.IntEnum):
     CORRUPT = 3
     """The stored bytes are not those that were written, or belong to another key."""
     IO_ERROR = 4
-    """The system reported an error, or the caller's memory did."""
+    """The system reported an error, or the block could not be copied from or to the caller's memory."""
     TIMEOUT = 5
     """The deadline passed first."""
     CANCELLED = 6
@@ -95,7 +95,7 @@ class Ticket:
         self._ended = threading.Event()
         self._report: Report | None = None
         self._is_ending = False
-        """Whether a thread waits for the lock to end the job; the job's thread must not take the lock again first."""
+        """Whether a thread waits for the lock in order to end the job. If so, no further transfer begins."""
 
     # ------------------------------------------------------------------------------ the caller's side
 
@@ -143,14 +143,14 @@ class Ticket:
             return True
 
     def settle(self, indices: IndexArray | list[int] | int, outcome: Outcome) -> None:
-        """Note the outcome of blocks; blocks that are settled already keep their outcome."""
+        """Record the outcome of blocks. Blocks that are settled already keep their outcome."""
         with self._lock:
             if self._report is None:
                 chosen = np.atleast_1d(np.asarray(indices, np.int64))
                 self._outcomes[chosen[self._outcomes[chosen] == Outcome.PENDING]] = outcome
 
     def outcomes_so_far(self) -> npt.NDArray[np.uint8]:
-        """The outcomes of the blocks until now, [blocks], values of `Outcome` (a copy)."""
+        """A copy of the outcomes of the blocks until now, [blocks], values of `Outcome`."""
         with self._lock:
             return self._outcomes.copy()
 
@@ -198,16 +198,15 @@ class JobThread(Generic[Job]):
         idle: Callable[[], float | None] = lambda: None,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`work` ends its job's ticket. `idle` is called between jobs; it returns the seconds until its next call.
-
-        The thread calls `at_end` last.
+        """`work` ends its job's ticket. `idle` is called after each job. It returns the seconds until its next call
+        without a job; None: it is called only after the next job, or after `wake`. The thread calls `at_end` last.
         """
         self._work, self._idle, self._at_end = work, idle, at_end
         self._max_amount = max_amount
         self._queue: deque[tuple[Job, int]] = deque()
         self._wake = threading.Condition()
         self.amount = 0
-        """The total amount of the jobs that are queued or worked on."""
+        """The sum of the amounts of all jobs that are queued or being worked on."""
         self._is_woken = False
         self._closes_at: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -222,7 +221,7 @@ class JobThread(Generic[Job]):
             self._wake.notify()
 
     def add(self, job: Job, amount: int) -> None:
-        """Queue a job; if it is refused, its ticket ends at once."""
+        """Queue a job. If it is refused, its ticket ends at once."""
         with self._wake:
             if self._closes_at is not None:
                 refusal = Outcome.CANCELLED

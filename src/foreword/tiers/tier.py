@@ -26,14 +26,14 @@ KeyArray = npt.NDArray[np.uint8]
 GROUP_APART = (1 << 16) - 1
 """The group of payloads other than blocks of the pool: rows that an encoder made of pictures."""
 EXACT = 1
-"""Flag of a block: its bits are those that any order of computation gives."""
+"""Flag of a block: any order of computation gives the same bits."""
 PINNED = 2
-"""Flag of a block: eviction keeps it as long as another block can go."""
+"""Flag of a block: eviction keeps it as long as another block can be evicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockKeys:
-    """Names of blocks in one namespace; they may belong to several groups. Immutable: tiers keep references."""
+    """Names of blocks of one namespace and of one or more groups. It is immutable, because tiers keep references."""
 
     namespace: bytes
     """16 bytes."""
@@ -96,7 +96,7 @@ class BlockSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """One buffer a block, as sink and as source."""
+    """One buffer for each block, as sink and as source."""
 
     buffers: Sequence[memoryview]
 
@@ -155,14 +155,14 @@ class BlockRun:
 
 @dataclass(slots=True)
 class TierStats:
-    """Counts since the tier was opened; a copy, so it does not change."""
+    """Counts since the tier was opened. `Tier.stats` returns a copy, which does not change."""
 
     num_blocks: int = 0
     """Blocks that can be looked up now."""
     stored_bytes: int = 0
     """Physical bytes that this process's blocks occupy now."""
     shared_bytes: int = 0
-    """Physical bytes of everybody's blocks in the same place, ours included."""
+    """Physical bytes of all processes' blocks in the same place, including ours."""
     budget_bytes: int = 0
     num_looked_up: int = 0
     num_found: int = 0
@@ -206,9 +206,9 @@ class Tier(Protocol):
     def lookup(self, keys: BlockKeys) -> BoolArray:
         """Which blocks are known to be here, [blocks]. Reads memory only.
 
-        True means that a load is worth a try. The answer ages at once: the tier may evict or lose the block before it
-        is loaded. A block whose load failed is not found again until it is stored again. A tier that others write to
-        asks in the background for blocks that it does not know; see `probe`.
+        True means that a load is worth a try: the tier may evict or lose the block before it is loaded. A block whose
+        load failed is not found again until it is stored again. A tier to which other processes write asks in the
+        background for blocks that it does not know; see `probe`.
         """
         ...
 
@@ -231,10 +231,10 @@ class Tier(Protocol):
     ) -> Ticket:
         """Begin to load blocks, in order, into `sink`. At most `deadline_s` seconds later the ticket is done.
 
-        Every block is verified before the sink gets it. The ticket's report has one outcome a block: DONE, MISSING,
-        CORRUPT, IO_ERROR, TIMEOUT, CANCELLED or QUEUE_FULL. The tier forgets a block that failed with one of the first
-        four of these reasons before the ticket is done. `keys` and `sink` must live until the ticket is done or
-        cancelled; the report stays valid forever.
+        Every block is verified before the sink gets it. The ticket's report has one outcome for each block: DONE,
+        MISSING, CORRUPT, IO_ERROR, TIMEOUT, CANCELLED or QUEUE_FULL. Before the ticket is done, the tier forgets each
+        block that is MISSING, CORRUPT, IO_ERROR or TIMEOUT. `keys` and `sink` must live until the ticket is done or
+        cancelled. The report stays valid forever.
         """
         ...
 
@@ -245,19 +245,19 @@ class Tier(Protocol):
     def store(self, run: BlockRun, *, on_done: DoneCallback | None = None) -> Ticket:
         """Begin to store a run. The blocks' memory must not change until the ticket is done or cancelled.
 
-        Blocks that are here already are PRESENT. When the queue or the tier is full the blocks are dropped (QUEUE_FULL,
-        NO_ROOM) and counted: a store never waits and never fails loudly.
+        Blocks that are here already are PRESENT. If the queue or the tier is full, the blocks are dropped (QUEUE_FULL,
+        NO_ROOM) and counted: a store never waits, and raises no error.
         """
         ...
 
     def forget(self, keys: BlockKeys) -> None:
-        """Let `lookup` never find these blocks again. Takes effect before it returns; unknown blocks do no harm."""
+        """Stop `lookup` from finding these blocks, until they are stored again. Unknown blocks do no harm."""
         ...
 
     def close(self, flush_s: float) -> None:
         """Work on queued stores for at most `flush_s` seconds, cancel the rest, free everything. May be called twice.
 
-        Afterwards `lookup` finds nothing and loads and stores end at once.
+        Afterwards, `lookup` finds nothing, and loads and stores end at once.
         """
         ...
 
@@ -266,12 +266,12 @@ class Tier(Protocol):
         ...
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the tier's tables agree with each other. Changes nothing; does no I/O."""
+        """Raise AssertionError if the tier's tables contradict each other. Changes nothing, and does no I/O."""
         ...
 
 
 def joined_keys(batches: Iterable[BlockKeys]) -> BlockKeys:
-    """Names of several batches of one namespace, one after the other; there must be at least one batch."""
+    """Join the names of one or more batches of one namespace, in order."""
     listed = list(batches)
     assert len({batch.namespace for batch in listed}) == 1, "the batches are of several namespaces"
     return BlockKeys(

@@ -7,7 +7,7 @@
 
 A process reads every folder, but writes and unlinks only in its own. When it starts, it takes the folder of a process
 that has died, if there is such a folder, so that a restart finds its own snapshot. It moves the segments of other dead
-processes into its folder. Names of files hold no keys and no text.
+processes into its folder. Names of files contain no block keys and no text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CacheDirectory:
     def __init__(self, files: RealFiles, path: Path) -> None:
         self._files = files
         self.lock_fd = -1
-        """The descriptor of our folder's lock, which is ours while it is open."""
+        """The descriptor of our folder's lock. The lock is ours while the descriptor is open; -1: it is not."""
         self.path = Path(os.path.realpath(path.expanduser()))
         try:
             self._open_top()
@@ -118,7 +118,7 @@ class CacheDirectory:
             check_private(path, self._files.stat(path))
 
     def _take_home(self) -> Path:
-        """Take a dead process's folder, or make a new one; its lock is then ours."""
+        """Take a dead process's folder, or make a new one. The folder's lock is then ours."""
         janitor = self._files.open_lock(self.root / JANITOR_NAME)
         try:
             if self._files.try_lock(janitor):
@@ -177,7 +177,7 @@ class CacheDirectory:
 
 
 def homes_in(files: RealFiles, root: Path) -> list[Path]:
-    """The folders of processes, dead or alive, in a cache's inner folder. Raises OSError."""
+    """The folders of processes, dead or alive, in `root`, the folder CACHE_DIR/v1. Raises OSError."""
     return [root / name for name in sorted(files.list_folder(root)) if _HOME.fullmatch(name)]
 
 

@@ -1,12 +1,13 @@
 """The disk tier: blocks in segment files that outlive the process, shared by the processes of one user.
 
-Its parts are a loader (reads), a storer (writes, budget) and a scanner (what is there):
+Its parts are a loader, which reads, a storer, which writes and keeps to the budget, and a scanner, which finds blocks:
 
     loads  -> loader  ── places ──> segment index <── rows ── storer <- stores
                 └ pread, verify, hand over            └ gather, append, seal, evict, snapshot
-                                    ^ rows ── scanner: snapshot and headers at start, what other processes sealed
+                                    ^ rows ── scanner: snapshot and headers at start, later what others sealed
 
-Four threads, of which three touch files: one reads ahead, one writes, one scans. An answer never waits for them.
+It has four threads: one loads, one reads ahead for it, one writes and one scans. Calls do not wait for them, except
+`close` and `wait_scanned`.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ PATIENCE_S = 5.0
 class DiskTier(AbstractContextManager["DiskTier"]):
     """Blocks on disk; a `Tier`. Raises ConfigError for options, directories and key files that cannot be used.
 
-    The directory is made if it is not there. Blocks of earlier processes are found as soon as they are scanned, from
-    the snapshot in well under a second; `wait_scanned` waits for them. Close the tier, or use it as a context manager:
-    queued stores are then written and the index is saved. Without that, the next start scans.
+    The directory is made if it is not there. Blocks of earlier processes are found as soon as they are scanned, which
+    takes well under a second with a snapshot; `wait_scanned` waits for it. Close the tier, or use it as a context
+    manager: queued stores are then written and the index is saved. Without that, the next start scans more headers.
     """
 
     name = "disk"
@@ -114,16 +115,16 @@ class DiskTier(AbstractContextManager["DiskTier"]):
         return ticket
 
     def forget(self, keys: BlockKeys) -> None:
-        """Let `lookup` not find these blocks again. Their bytes stay until their segment goes.
+        """Stop `lookup` from finding these blocks. Their bytes stay until their segment is evicted.
 
-        A restart that scans headers finds them again: this is for blocks that are of no use, not for erasing.
+        A restart that scans headers finds the blocks again. So this is for useless blocks, and erases no content.
         """
         self._state.index.forget(keys)
 
     def describe(self, namespace: bytes, facts: Facts) -> None:
         """Write down whose blocks a namespace holds, for `foreword cache list`; `manifest_facts` gives the facts.
 
-        Writes a small file, so it is for the moment when a tier has been opened. A failure is logged.
+        This writes a small file, so call it only when a tier has just been opened. A failure is logged.
         """
         directory = self._state.directory
         try:
@@ -132,7 +133,7 @@ class DiskTier(AbstractContextManager["DiskTier"]):
             logger.warning("the manifest of namespace %s cannot be written: %s", namespace.hex(), error)
 
     def path_beside(self, name: str) -> Path:
-        """Path of a file beside the segments, which only the user of the directory can read."""
+        """The path of a file with this name in the cache directory, which only its user can read."""
         return self._state.directory.root / name
 
     def described(self) -> dict[bytes, Facts]:

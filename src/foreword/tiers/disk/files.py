@@ -1,6 +1,6 @@
-"""The file layer: every call that the disk tier makes of the operating system.
+"""The file layer: every call of the disk tier to the operating system.
 
-Tests derive layers from it that fail, tear or lose what was written, so the tier does no I/O beside it.
+Tests derive layers from it that fail, tear or lose written data. So the tier does all of its I/O through this layer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RealFiles:
 
     def open_for_reading(self, path: Path) -> int:
         """Open a file; a symbolic link is refused."""
-        # Without O_NONBLOCK a FIFO put in a file's place would hold up the thread forever.
+        # Without O_NONBLOCK, a FIFO in the file's place would hold up the thread forever.
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def open_lock(self, path: Path) -> int:
@@ -60,7 +60,7 @@ class RealFiles:
         return self._private(path, os.O_RDWR | os.O_CREAT)
 
     def try_lock(self, fd: int) -> bool:
-        """Take the lock of an open lock file unless another holds it; closing the file releases it."""
+        """Take the lock of an open lock file; False if another process holds it. Closing the file releases it."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -123,7 +123,7 @@ def read_fully(files: RealFiles, fd: int, out: memoryview, offset: int, *, uncac
 
 
 def write_fully(files: RealFiles, fd: int, data: memoryview, offset: int, *, uncached: bool) -> None:
-    """Write all of `data`. Raises OSError; then the file has any part of it."""
+    """Write all of `data`. Raises OSError; then any part of `data` may be in the file."""
     done = 0
     while done < len(data):
         count = files.write(fd, data[done:], offset + done, uncached=uncached)
@@ -133,9 +133,9 @@ def write_fully(files: RealFiles, fd: int, data: memoryview, offset: int, *, unc
 
 
 def replace_file(files: RealFiles, path: Path, unfinished: Path, parts: Iterable[bytes | memoryview]) -> int:
-    """Write a file, which replaces an old one at once; returns its bytes. `unfinished`: its path until then.
+    """Write a file, which then replaces the old file in one step; returns the number of bytes written.
 
-    Raises OSError; then the old file stays.
+    `unfinished`: the path of the new file until it is complete. Raises OSError; then the old file stays.
     """
     with contextlib.suppress(FileNotFoundError):
         files.unlink(unfinished)
@@ -153,7 +153,7 @@ def replace_file(files: RealFiles, path: Path, unfinished: Path, parts: Iterable
 
 
 def close_quietly(files: RealFiles, fd: int) -> None:
-    """Close a file that was read, or whose content does not matter any more."""
+    """Close a file that was only read, or whose content no longer matters. Errors are ignored."""
     with contextlib.suppress(OSError):
         files.close(fd)
 
@@ -178,5 +178,5 @@ def can_leave_cache(files: RealFiles, fd: int) -> bool:
 
 
 def physical_bytes(status: os.stat_result) -> int:
-    """The bytes that a file occupies on its disk, holes not counted."""
+    """The bytes that a file occupies on its disk, without its holes."""
     return status.st_blocks * 512

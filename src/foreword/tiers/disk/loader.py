@@ -3,13 +3,14 @@
 While its thread verifies and copies one piece, a second thread reads the next piece. The caller's memory gets only
 verified bytes.
 
-Blocks are read in few large reads, one ahead of the thread that works on them (`ReadAhead`). Neighbours in a segment
-are read together. Reads end at multiples of 2 MiB in the file, wherever blocks end. Otherwise a read that bypasses the
-page cache would end within a large page of the cache and throw the page away, and the next read would fetch it again.
+Blocks are read in a few large reads, one read ahead of the thread that works on them (`ReadAhead`). Neighbours in a
+segment are read together. Reads end at multiples of 2 MiB in the file, wherever blocks end. Otherwise a read that
+bypasses the page cache would end within a large page of the cache and throw the page away, and the next read would
+fetch the page again.
 
     file      |........|........|........|      every 2 MiB
     blocks       | 0 | 1 | 2 | 3 | 4 | 5 |
-    pieces       ^=====^=================^      block 1 belongs to the second piece, which gets its begin as `carry`
+    pieces       ^=====^=================^      block 1 is in the second piece, which gets its first bytes as `carry`
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from foreword.tiers.tier import BlockKeys, BlockSink, DoneCallback
 logger = logging.getLogger(__name__)
 ALIGNED_BYTES = 2 << 20
 MAX_GAP_PAGES = 32
-"""The most pages between two blocks that are cheaper to read than to skip; a run's header lies between runs."""
+"""Gaps of at most this number of pages are cheaper to read than to skip. The header of a run is such a gap."""
 NOTHING = memoryview(b"")
 
 
@@ -49,11 +50,11 @@ class Piece:
     offset: int
     num_bytes: int
     carry_bytes: int
-    """Bytes before `offset` that its first block needs: the last bytes of the piece before it."""
+    """The number of bytes before `offset` that its first block needs. They are the last bytes of the piece before."""
     indices: list[int]
-    """The indices of its blocks among the places."""
+    """The indices of its blocks in the load."""
     is_last: bool
-    """Whether it is the last of its neighbours in the segment."""
+    """Whether it is the last piece of its extent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Content:
     """The result of reading a piece."""
 
     offset: int
-    """The offset of `data` in the segment: the piece's, less the bytes that were carried over."""
+    """The offset of `data` in the segment: the piece's offset, less the bytes that were carried over."""
     data: memoryview
     """The bytes that the file has; valid until the next piece is asked for."""
     error: Outcome | None
@@ -69,11 +70,11 @@ class Content:
 
 
 Extent = list[tuple[int, int, int]]
-"""Blocks that lie near each other in a segment: index, begin and end of each."""
+"""Blocks that lie near each other in a segment: for each, its index in the load, and its begin and end in the file."""
 
 
 def extents_of(places: Rows, indices: npt.NDArray[np.int64]) -> Iterator[tuple[int, Extent]]:
-    """The blocks of these rows at these indices, in order, as extents with their segments' ids."""
+    """Divide the blocks of a load at these indices into extents, in order; yields each with its segment's id."""
     blocks: Extent = []
     segment, last_end = -1, 0
     for index in indices.tolist():
@@ -90,7 +91,7 @@ def extents_of(places: Rows, indices: npt.NDArray[np.int64]) -> Iterator[tuple[i
 
 
 def pieces_of(segment_id: int, blocks: Extent, max_bytes: int) -> Iterator[Piece]:
-    """The reads of an extent, each of at most `max_bytes`, or of two blocks if these are longer."""
+    """The reads of an extent, each of at most `max_bytes`, or of twice the longest block if that is more."""
     longest = max(end - begin for _, begin, end in blocks)
     step = max(max_bytes, 2 * longest, ALIGNED_BYTES) // ALIGNED_BYTES * ALIGNED_BYTES
     step = max(step, 2 * longest)
@@ -117,8 +118,8 @@ class ReadAhead:
         self._read: queue.SimpleQueue[Content] = queue.SimpleQueue()
         self._buffers = [np.empty(state.options.staging_bytes, np.uint8) for _ in range(2)]
         self._file: tuple[int, int] | None = None
-        """Segment id and descriptor of the file that is open. Reads of one extent go through one descriptor, so that
-        the kernel sees that they follow each other."""
+        """Segment id and descriptor of the file that is open. All reads of an extent use one descriptor, so that the
+        kernel sees that they are sequential."""
         self._unreadable = RareWarning(logger, "a segment of the cache cannot be read: %s")
         self._thread = threading.Thread(target=self._run, name="foreword-tier-read", daemon=True)
 
@@ -130,7 +131,7 @@ class ReadAhead:
         self._thread.join(timeout_s)
 
     def contents(self, places: Rows, indices: npt.NDArray[np.int64]) -> Iterator[tuple[Piece, Content]]:
-        """The content of the blocks at these places, piece by piece, in order."""
+        """Yield the pieces of the blocks at these indices of `places`, in order, each with its content."""
         max_bytes = self._state.options.staging_bytes
         pieces = [piece for extent in extents_of(places, indices) for piece in pieces_of(*extent, max_bytes)]
         if not pieces:
@@ -153,7 +154,7 @@ class ReadAhead:
                 content = self._read.get()
                 waits = False
                 content = _carried_over(piece, before, content, rooms[number % 2], front)
-                if number + 1 < len(pieces):  # it uses the buffer of the piece before, which is done
+                if number + 1 < len(pieces):  # it uses the buffer of the piece before this one
                     self._requests.put((pieces[number + 1], rooms[(number + 1) % 2][front:]))
                     waits = True
                 yield piece, content
@@ -161,7 +162,7 @@ class ReadAhead:
         finally:
             if waits:
                 self._read.get()
-            self._close()  # of a load that was cancelled: the file may be evicted, and takes up its room while open
+            self._close()  # after a cancelled load: an evicted file takes up space on disk while it is open
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
@@ -169,7 +170,7 @@ class ReadAhead:
         self._close()
 
     def _read_piece(self, piece: Piece, room: memoryview) -> Content:
-        """Read a piece into the begin of `room`. Raises nothing, because a thread waits for the result."""
+        """Read a piece into the beginning of `room`. Raises nothing, because a thread waits for the result."""
         error: Outcome | None = None
         count = 0
         try:
@@ -192,7 +193,7 @@ class ReadAhead:
         return Content(piece.offset, room[:count], error)
 
     def _open(self, segment_id: int) -> int | None:
-        """The descriptor of a segment; None if its file is gone, which takes all its blocks with it."""
+        """The descriptor of a segment; None if its file is gone. Then the index forgets the segment's blocks."""
         if self._file is not None and self._file[0] == segment_id:
             return self._file[1]
         self._close()
@@ -214,7 +215,7 @@ class ReadAhead:
 
 
 def _carried_over(piece: Piece, before: Content, content: Content, room: memoryview, front: int) -> Content:
-    """The content with the bytes before it that its first block needs, copied from the piece before."""
+    """A piece's content, preceded by the bytes that its first block needs from the piece before."""
     carry = piece.carry_bytes
     missing = before.offset + len(before.data) != piece.offset
     if not carry or missing:
@@ -243,7 +244,7 @@ class Loader:
         self.rate = LoadRate()
         self._reader = ReadAhead(state)
         self._opened = np.empty(0, np.uint8)
-        """A decrypted payload."""
+        """The memory for decrypted payloads."""
         self.thread: JobThread[Load] = JobThread("foreword-tier-load", self._load, state.options.max_queued_load_bytes)
 
     def start(self) -> None:
@@ -263,7 +264,7 @@ class Loader:
         deadline_s: float,
         on_done: DoneCallback | None = None,
     ) -> Ticket:
-        """See `Tier.load`. A full queue ends its ticket at once."""
+        """See `Tier.load`. If the queue is full, the ticket ends at once."""
 
         def before_done(outcomes: npt.NDArray[np.uint8]) -> None:
             lost = np.isin(outcomes, FORGOTTEN)
@@ -289,7 +290,7 @@ class Loader:
         began = time.monotonic()
         places = load.places = self._state.index.locate(load.keys, self._state.clock.now_s())
         stored = load.payload_bytes + self._state.cipher.overhead_bytes
-        # A block of another length is of another layout: whoever wrote it, it is not the block that is asked for.
+        # A stored block of another length has another layout, so it is not the block that is asked for.
         fits = (places["name"] != 0) & (places["stored_bytes"] == stored)
         load.ticket.settle(np.flatnonzero(~fits), Outcome.MISSING)
         for piece, content in self._reader.contents(places, np.flatnonzero(fits)):

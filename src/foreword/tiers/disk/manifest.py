@@ -1,7 +1,7 @@
 """Manifests: small files that name the model and the arithmetic of a namespace's blocks.
 
-They are for people: no block is served or refused because of what a manifest says. A manifest that is torn, changed or
-of another namespace is ignored.
+They are for people: no block is served or refused because of what a manifest says. A manifest that is torn or changed,
+or that belongs to another namespace, is ignored.
 
     CACHE_DIR/v1/<namespace, 32 hex>.json     {"checksum": xxh3-128 of the rest, "namespace": ..., facts}
 """
@@ -54,13 +54,14 @@ class Manifests(NamedTuple):
     facts: dict[bytes, Facts]
     """The facts of the sound manifests, by namespace."""
     unsound: dict[Path, str]
-    """Why each of the other manifests is not sound."""
+    """Path of each other manifest -> why it is not sound."""
 
 
 def write_manifest(files: RealFiles, root: Path, home: Path, namespace: bytes, facts: Facts) -> None:
-    """Write the manifest of a namespace into `root`, unless it is there already. It replaces an old manifest at once.
+    """Write the manifest of a namespace into `root`, unless the same one is there. It replaces an old one in one step.
 
-    It is first written in `home`, the caller's folder, whose files go when its process is dead. Raises OSError.
+    It is first written into `home`, the caller's folder, whose files are removed after its process has died. Raises
+    OSError.
     """
     path = manifest_path(root, namespace)
     content = {**json.loads(_canonical(facts)), "namespace": namespace.hex()}
@@ -77,7 +78,7 @@ def manifest_path(root: Path, namespace: bytes) -> Path:
 
 
 def read_manifests(files: RealFiles, root: Path) -> Manifests:
-    """All manifests in a cache's inner folder. Raises OSError if the folder cannot be listed."""
+    """All manifests in `root`, the folder CACHE_DIR/v1. Raises OSError if the folder cannot be listed."""
     manifests = Manifests({}, {})
     for name in sorted(files.list_folder(root)):
         if not _NAME.fullmatch(name):

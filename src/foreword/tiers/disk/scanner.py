@@ -1,4 +1,4 @@
-"""The scanner: finds the blocks that are on disk when a process starts, and those that others seal or leave later.
+"""The scanner: finds blocks that are on disk when a process starts, and those that other processes seal or leave later.
 
 It works in its own thread and inserts blocks as it finds them, so serving starts at once: a block that is not found yet
 is a miss.
@@ -29,7 +29,7 @@ class Scanner:
         self._thread = threading.Thread(target=self._run, name="foreword-tier-scan", daemon=True)
 
     def start(self) -> None:
-        """Note our segments, whose numbers must not be used again, then scan. Raises OSError."""
+        """Add our segments to the index, so that no number is used again, and begin to scan. Raises OSError."""
         for path in segments_in(self._state.files, self._state.directory.home):
             self._state.index.add_segment(path, is_own=True)
         self._thread.start()
@@ -54,7 +54,7 @@ class Scanner:
             logger.exception("the cache directory could not be scanned")
 
     def _read_snapshot(self) -> None:
-        """Insert the snapshot's blocks that lie in segments of ours that are still there."""
+        """Insert the snapshot's blocks whose segments are ours and still there."""
         state, home = self._state, self._state.directory.home
         snapshot = read_snapshot(state.files, home / SNAPSHOT_NAME, state.clock, state.cipher.cipher_id)
         if snapshot is None:
@@ -83,7 +83,7 @@ class Scanner:
         # over segments of a dead process with higher numbers: a segment that has grown is scanned again.
         others = {path for home in directory.other_homes() for path in segments_in(state.files, home)[:-1]}
         for segment in index.segments():
-            # Do this before scanning: a block that is known at a place that is gone would hide its present place.
+            # Do this before scanning: a block that is known keeps its old place, even if that place is gone.
             if not segment.is_own and segment.path not in others:
                 index.remove_segment(segment)
         for path in sorted(others):
@@ -107,7 +107,7 @@ class Scanner:
         return status.st_size
 
     def _scan(self, segment: Segment) -> None:
-        """Index a segment from where the snapshot ended. Errors are logged, and its blocks are misses."""
+        """Index a segment after the bytes that are indexed already. Errors are logged; then its blocks are misses."""
         state = self._state
         try:
             size = self._measure(segment)

@@ -3,11 +3,11 @@
 Times are those of `Clock.now_s`.
 
 Blocks are rows of one numpy array, 60 bytes each, and a dict from a block's name to its row costs another 140. The row
-of a removed block has the name 0 until another block takes it. A row keeps the first 16 of a key's 32 bytes. That
-decides where to read; what is read is checked against the whole key.
+of a removed block has the name 0 until another block takes it. A row keeps the first 16 of a key's 32 bytes. These
+bytes decide where to read. The block that is read is checked against the whole key.
 
-A snapshot of the index is a file, and only a hint. If it is absent, torn, old or damaged, this costs a scan of the
-segments' headers, and nothing else: every block is checked when it is loaded.
+A snapshot of the index is a file, and only a hint. If the file is absent, torn, old or damaged, the segments' headers
+are scanned instead. It cannot cause a wrong answer, because every block is checked when it is loaded.
 
     "FWIDX", version 2 | bytes of the description, uint64 | description, JSON | rows | xxh3-128 of all
 """
@@ -56,9 +56,9 @@ NAME_BYTES = 18
 """The leading bytes of a row that name its block: `head` and `name`."""
 ROW_GROWTH = 1.125
 AT_ONCE = 1 << 13
-"""Rows of a snapshot that are inserted before other threads get their turn."""
+"""The number of a snapshot's rows to insert before other threads may take the lock."""
 HALF_LIFE_S = 6 * 3600.0
-"""The half-life of a block's worth since its last load, in seconds; it is ds4's half-life of hits."""
+"""The half-life of a block's worth since its last load, in seconds. ds4 uses the same half-life for hits."""
 MAGIC = b"FWIDX\0\0\2"
 _HEAD = struct.Struct("<8sQ")
 MAX_BYTES = 1 << 34
@@ -76,7 +76,7 @@ class SegmentIndex:
         self._next_id = 0
         self._next_number = 1
         self._numbers: dict[tuple[bytes, int], int] = {}
-        """Namespace and group -> their number, as `name` has it."""
+        """(Namespace, group) -> their number in the column `name`."""
         self._rows = np.zeros(1024, ROW)
         self._num_rows = 0
         """The number of rows ever used; the rows from here on are free and not in `_free`."""
@@ -92,13 +92,13 @@ class SegmentIndex:
     # ------------------------------------------------------------------------------ segments
 
     def open_segment(self, folder: Path) -> Segment:
-        """Add a segment that this process will write, under a new name. It is known before its file is made."""
+        """Add a segment that this process will write, with a new name, before its file is made."""
         with self._lock:
             name = f"{self._next_number:06d}-{secrets.token_hex(4)}{SUFFIX}"
             return self._add(Segment(self._next_id, folder / name, is_own=True, is_open=True, is_scanned=True))
 
     def add_segment(self, path: Path, *, is_own: bool) -> Segment:
-        """The segment of a path, with a new id unless the path is known."""
+        """The segment of a path. It is added, with a new id, if the path is not known yet."""
         with self._lock:
             if path in self._ids:
                 return self._segments[self._ids[path]]
@@ -179,7 +179,7 @@ class SegmentIndex:
             return self._insert(rows, replaces=not was_found) if segment.id in self._segments else 0
 
     def insert_snapshot(self, snapshot: Snapshot, segments: list[Segment | None]) -> None:
-        """Insert the blocks of a snapshot. `segments` has its segments in order; None: it is gone with its blocks."""
+        """Insert the blocks of a snapshot. `segments`: its segments in order; None for a segment that is gone."""
         ids = np.array([0 if segment is None else segment.id for segment in segments], np.uint32)
         with self._lock:
             numbers = np.array([0] + [self._number(*name) for name in snapshot.names], np.uint16)
@@ -192,7 +192,7 @@ class SegmentIndex:
                 self._insert(rows, replaces=False)
 
     def touch(self, keys: BlockKeys, now: int) -> None:
-        """Note that blocks were loaded."""
+        """Record that blocks were loaded."""
         with self._lock:
             rows = self._find(keys)
             rows = rows[rows >= 0]
@@ -200,9 +200,9 @@ class SegmentIndex:
             self._rows["hits"][rows] += self._rows["hits"][rows] < 255
 
     def move(self, run: RunHeader, source: Segment, target: Segment) -> int:
-        """Note that blocks of one segment were copied to a run of another segment. Returns the number of blocks moved.
+        """Record that blocks of one segment were copied to a run of another segment. Returns the number moved.
 
-        Blocks that are elsewhere meanwhile stay there.
+        Blocks that have got another place meanwhile keep it.
         """
         with self._lock:
             rows = self._find(run.keys())
@@ -214,7 +214,7 @@ class SegmentIndex:
     def forget(self, keys: BlockKeys, places: Rows | None = None) -> int:
         """Remove blocks; returns the number of blocks that were here.
 
-        `places`: their rows from `locate`. Blocks that were not there then, or lie elsewhere meanwhile, stay.
+        `places`: the blocks' rows from an earlier `locate`. Blocks that were missing then, or have moved since, stay.
         """
         with self._lock:
             rows = self._find(keys)
@@ -307,7 +307,7 @@ class SegmentIndex:
         return np.flatnonzero(self._rows["name"][: self._num_rows])
 
     def _remove(self, numbers: RowNumbers) -> int:
-        """Remove rows, which are alive and differ from each other."""
+        """Remove rows, which must be alive and all different."""
         for name in _names(self._rows[numbers]):
             del self._row_of[name]
         self._rows["name"][numbers] = 0
@@ -334,7 +334,7 @@ class SegmentIndex:
 def worth_of(rows: Rows, now: int) -> npt.NDArray[np.float64]:
     """The worth of blocks, [blocks]: their value times (1 + loads), halved for every `HALF_LIFE_S` since the last load.
 
-    These are seconds that a block has a chance to save.
+    The worth is in seconds: it estimates the time that the block will save.
     """
     age = np.maximum(0.0, float(now) - rows["used"])
     value = np.maximum(rows["value"].astype(np.float64), 1e-9)
@@ -362,12 +362,12 @@ class Snapshot:
 
 
 def write_snapshot(files: RealFiles, path: Path, snapshot: Snapshot, clock: Clock, cipher_id: bytes) -> int:
-    """Write a snapshot to a file, which replaces the old one at once. Returns its bytes.
+    """Write a snapshot to a file, which replaces the old file in one step. Returns the number of bytes written.
 
     Raises OSError; then the old file stays.
     """
     rows, now = snapshot.rows.copy(), clock.now_s()
-    # Ages and remaining lifetimes mean something in another process; moments of our clock do not.
+    # Another process can use ages and remaining lifetimes, but not the times of our clock.
     rows["used"] = now - np.minimum(rows["used"].astype(np.int64), now)
     expires = rows["expires"].astype(np.int64)
     rows["expires"] = np.where(expires == 0, 0, np.maximum(1, expires - now))
@@ -388,9 +388,9 @@ def write_snapshot(files: RealFiles, path: Path, snapshot: Snapshot, clock: Cloc
 
 
 def read_snapshot(files: RealFiles, path: Path, clock: Clock, cipher_id: bytes) -> Snapshot | None:
-    """Read a snapshot, with moments on our clock. Raises OSError.
+    """Read a snapshot, and convert its times to our clock. Raises OSError.
 
-    None if there is no file, if it is not as it was written, or if its blocks have another cipher or secret.
+    Returns None if there is no file, if it is not as it was written, or if its blocks have another cipher or secret.
     """
     try:
         with opened(files, path) as fd:
@@ -411,7 +411,7 @@ def read_snapshot(files: RealFiles, path: Path, clock: Clock, cipher_id: bytes) 
 
 
 def _decode(content: memoryview, clock: Clock, cipher_id: bytes) -> Snapshot | None:
-    """The parts of a snapshot whose checksum is right. Another version may have written something else into it."""
+    """Decode a snapshot whose checksum is right. Another version of foreword may have written another content."""
     magic, length = _HEAD.unpack_from(content)
     if magic != MAGIC:
         logger.info("the index was saved by another version of foreword, so the cache directory is scanned")

@@ -1,9 +1,9 @@
-"""Segments: files that are rows of runs, in format fwseg, version 1, and the scan that finds runs by their headers.
+"""Segments: files of consecutive runs, in format fwseg, version 1, and the scan that finds runs by their headers.
 
-A segment is appended to by one thread of one process, sealed once, then only read, and unlinked whole. Its name is
-`000042-9f3a1c07.fwseg`: a number that grows, so that a live process may be writing only its last segment, and random
-digits, so that no name is used twice. A run is a header of whole pages, then the payloads, each padded with zeros to a
-page:
+One thread of one process appends to a segment and seals it. Then the segment is only read, and at last it is unlinked
+as a whole. Its name is, for example, `000042-9f3a1c07.fwseg`. The number grows, so a live process is usually writing
+the segment with its highest number. The random digits ensure that no name is used twice. A run is a header of whole
+pages, followed by the payloads, each padded with zeros to whole pages:
 
     | header: page 0 ... | block 0 ......... pad | block 1 ......... pad | ...
     ^ run offset         ^ page of block 0       ^ page of block 1       pages of 4,096 bytes, from the run's start
@@ -20,9 +20,9 @@ The header holds all that is needed to find the blocks again without an index (a
     entry: key 32, xxh3-128 of the padded payload 16, parent (index in the run or -1) int32, group uint16, flags uint16,
            stored bytes uint32, page uint32, value float32, 0 uint32                          all numbers little endian
 
-The checksum of a block is seeded with its name and length. A block that is sound but is another's does not verify.
+The checksum of a block is seeded with its name and length. So the sound bytes of another block do not verify.
 
-A run in the making (`RunBuffer`) is one buffer: blocks, and their header before them.
+A `RunBuffer` makes a run in one buffer, with the header before the blocks:
 
     begin(lengths)    | room for the header |
     place, add        |                     | block 0 ... pad | block 1 ... pad |
@@ -57,7 +57,7 @@ MAX_STORED_BYTES = 1 << 30
 SUFFIX = ".fwseg"
 _NAME = re.compile(r"(\d{6,})-[0-9a-f]{8}\.fwseg")
 RESYNC_BYTES = 1 << 20
-"""The bytes to read at once where headers are looked for page by page."""
+"""The number of bytes to read at once when the next header is looked for page by page."""
 _HEAD = struct.Struct("<8sIIQ16s16sQQIIQQ")
 ENTRY = np.dtype(
     [
@@ -102,7 +102,7 @@ class RunHeader:
 
 
 def padded(num_bytes: int) -> int:
-    """The bytes of whole pages that hold `num_bytes`."""
+    """`num_bytes`, rounded up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE
 
 
@@ -140,7 +140,7 @@ def encode_header(header: RunHeader) -> bytes:
 
 
 def header_length(first_bytes: memoryview | bytes) -> int | None:
-    """The length of the header that begins with these bytes (at least 16); None if no header can begin so."""
+    """The length of the header that begins with these bytes (at least 16); None if they begin no header."""
     if len(first_bytes) < 16 or bytes(first_bytes[:8]) != MAGIC:
         return None
     header_bytes, count = struct.unpack_from("<II", first_bytes, 8)
@@ -179,7 +179,7 @@ def decode_header(pages: memoryview | bytes, offset: int) -> RunHeader | None:
 
 
 def split_run(stored_bytes: IndexArray, chosen: IndexArray) -> list[IndexArray]:
-    """The chosen blocks as parts that are written at once, each of at most `MAX_RUN_BYTES`."""
+    """Split the chosen blocks into runs of at most `MAX_RUN_BYTES` each; returns the blocks' indices for each run."""
     parts: list[list[int]] = [[]]
     total = 0
     for index in chosen.tolist():
@@ -194,7 +194,7 @@ def split_run(stored_bytes: IndexArray, chosen: IndexArray) -> list[IndexArray]:
 
 
 def run_bytes_of(stored_bytes: IndexArray) -> int:
-    """Bytes of a run of blocks with these stored lengths."""
+    """The size in bytes of a run of blocks with these stored lengths."""
     return header_bytes_of(len(stored_bytes)) + sum(padded(size) for size in stored_bytes.tolist())
 
 
@@ -224,16 +224,16 @@ def segment_number(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Bytes of a segment where a header should begin and none verifies, from `offset` to `end` (exclusive)."""
+    """Bytes `offset` to `end` (exclusive) of a segment, where a header should begin but none verifies."""
 
     offset: int
     end: int
 
 
 def scan_runs(files: RealFiles, fd: int, begin: int, end: int, *, uncached: bool) -> Iterator[RunHeader | Damage]:
-    """The runs between two offsets, in order. Reads headers only; payloads are not looked at.
+    """Yield the runs between two offsets, in order. Reads headers only, not payloads.
 
-    After a damaged header it goes on at the next page that holds a sound header. Raises OSError.
+    After a damaged header, the scan goes on at the next page with a sound header. Raises OSError.
     """
     buffer = memoryview(bytearray(MAX_HEADER_BYTES))
     offset = begin
@@ -293,7 +293,7 @@ def _next_header(files: RealFiles, fd: int, begin: int, end: int, buffer: memory
 
 
 class RunBuffer:
-    """Gathers one run after the other. The memory of `place` and `finish` is valid until the next `begin`."""
+    """Gathers one run after the other. Memory from `place` and `finish` is valid until the next `begin`."""
 
     def __init__(self) -> None:
         self._data = np.zeros(MAX_RUN_BYTES, np.uint8)
@@ -331,7 +331,7 @@ class RunBuffer:
         self._keep(index, stored_bytes)
 
     def copy(self, header: RunHeader, index: int) -> None:
-        """Keep the bytes in `place` as the `index`-th block of another run; the block's parent is not in this run."""
+        """Keep the bytes in `place` as a copy of the `index`-th block of another run, without its parent."""
         self._entries[len(self._index_of)] = header.entries[index]
         self._entries["parent"][len(self._index_of)] = -1
         self._keep(index, int(header.entries[index]["stored_bytes"]))
@@ -353,8 +353,8 @@ class RunBuffer:
     def finish(
         self, sequence: int, namespace: bytes, cipher_id: bytes, offset: int, *, created_s: int, expires_s: int
     ) -> tuple[RunHeader, memoryview]:
-        """The header of the run at `offset` of its file, and all its bytes; there is at least one block."""
-        # Blocks that were left out leave a gap in the header's room, which must have the length that its count says.
+        """Complete a run of at least one block at `offset` in its file; returns its header, and all its bytes."""
+        # If blocks were left out, the header is shorter than its room, and the run begins later in the buffer.
         length, entries = header_bytes_of(len(self._index_of)), self._entries[: len(self._index_of)]
         begin = self._first - length
         entries["page"] -= begin // PAGE

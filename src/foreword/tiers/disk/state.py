@@ -26,26 +26,26 @@ SMALLEST_BUDGET = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
-    """How a disk tier behaves. The defaults need no thought."""
+    """Options of a disk tier. The defaults suit most uses."""
 
     budget_bytes: int | None = None
     """Physical bytes that all processes together may occupy in the directory; None: the smaller of 50 GB and a quarter
-    of what is free."""
+    of the space that is free or that the cache uses."""
     min_free_bytes: int | None = None
-    """Bytes of the file system that the tier leaves free; None: the smaller of 10 GB and a tenth of its size."""
+    """Bytes that the tier leaves free in the file system; None: the smaller of 10 GB and a tenth of its size."""
     segment_bytes: int | None = None
     """Size at which a segment is sealed; None: a 32nd of the budget, at most 256 MiB."""
     key_file: Path | None = None
     """File with the secret of AES-256-GCM; None: payloads are not encrypted."""
     max_queued_load_bytes: int = 1 << 30
     max_queued_store_bytes: int = 256 << 20
-    """Payload bytes that wait; beyond them jobs are dropped."""
+    """The most payload bytes of jobs that wait, for loads and for stores. If they are reached, jobs are dropped."""
     staging_bytes: int = 4 << 20
-    """Bytes read at once; there are two such buffers."""
+    """The number of bytes to read at once. There are two buffers of this size."""
     upkeep_s: float = 5.0
-    """Seconds between two looks at budget and expiry."""
+    """Seconds between two checks of budget and expiry."""
     rescan_s: float = 30.0
-    """Seconds between two looks at what other processes have sealed or left behind."""
+    """Seconds between two scans for segments that other processes have sealed or left behind."""
     snapshot_s: float = 60.0
     """The least seconds between two snapshots of the index."""
 
@@ -68,7 +68,7 @@ class DiskOptions:
             )
 
     def completed(self, total_bytes: int, free_bytes: int, used_bytes: int) -> DiskOptions:
-        """These options with None replaced, for a file system of that size, of which the cache has `used_bytes`."""
+        """These options with defaults for None, for a file system of these sizes; the cache uses `used_bytes`."""
         budget = self.budget_bytes
         if budget is None:
             budget = max(SMALLEST_BUDGET, min(LARGEST_DEFAULT_BUDGET, (free_bytes + used_bytes) // 4))

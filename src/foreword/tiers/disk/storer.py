@@ -1,23 +1,23 @@
 """The storer: a bounded queue of runs, and the thread that writes them, keeps to the budget and saves the index.
 
-A store is dropped, and counted, when the queue is full, when there is no room and no segment may go, and for a while
-after the system has failed to write. Nobody waits for it.
+A store is dropped, and counted, when the queue is full, when there is no room and no segment may be evicted, and for a
+while after the system has failed to write. No caller waits for a store.
 
 `SegmentWriter` gathers runs in a buffer and appends them to the newest segment. A run is written by one call, header
-first. There is no sync before its blocks are found: a run that a crash tears does not verify. A segment is synced once,
-when it is sealed.
+first. Its blocks can be found before they are synced: if a crash tears the run, they do not verify. A segment is synced
+once, when it is sealed.
 
-`SpaceBook` knows the limits of space: a budget in physical bytes, a floor of free space, shares of several processes.
-All processes together keep to the budget: each looks at everybody's files and changes only its own. A process that is
-alone may use the whole budget. When others come, it gives way segment by segment until it is at its share. Between two
-looks, each process may write the bytes that were free at its last look. So the processes may exceed the budget for a
-moment, by one run each.
+`SpaceBook` knows the limits of space: a budget in physical bytes, the least free space, and shares of several
+processes. All processes together keep to the budget: each measures the files of all, and changes only its own. A
+process that is alone may use the whole budget. When others come, it evicts segment by segment until it is at its share.
+Until it measures again, each process may write the bytes that were free before. So the processes together may exceed
+the budget for a moment.
 
-`Evictor` chooses the segment with the least worth a physical byte: a block is worth the seconds that a hit saves, times
-(1 + its loads), halved for every six hours since its last load. So blocks that were loaded often and lately stay, and a
-large segment with few blocks left goes early. Before that, pinned blocks and blocks that are worth more than the tier's
-mean are copied to the newest segment: the best blocks first, at most a quarter of the segment. A segment stays if more
-than a quarter of it is pinned.
+`Evictor` chooses the segment with the least worth per physical byte. A block is worth the seconds that a hit saves,
+times (1 + its loads), halved for every six hours since its last load. So blocks that were loaded often and lately stay,
+and a large segment with few blocks left is evicted early. Before a segment is unlinked, its pinned blocks and its
+blocks that are worth more than the tier's mean are copied to the newest segment: the best blocks first, at most a
+quarter of the segment. A segment stays if more than a quarter of it is pinned.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from foreword.tiers.tier import PINNED, BlockRun, DoneCallback
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-"""The pause, in seconds, without stores after a failed write; it doubles from the first to the longest."""
+"""The seconds without stores after a failed write. They double with each failure, from the first to the longest."""
 SNAPSHOT_SHARE = 20
-"""The least bytes to store before a snapshot, for each byte of it, so that snapshots do not wear the disk."""
+"""For each byte of a snapshot, at least this number of bytes is stored before it, so that snapshots wear no disk."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COPIED_SHARE = 0.25
 """The largest share of an evicted segment that is copied forward."""
@@ -85,7 +85,7 @@ class SpaceBook:
 
     @property
     def used_bytes(self) -> int:
-        """Physical bytes of everybody's files, as of the last look."""
+        """Physical bytes of all processes' files; those of other processes as of the last `refresh`."""
         return self.own_bytes + self._other_bytes
 
     @property
@@ -94,11 +94,11 @@ class SpaceBook:
         return self.budget_bytes // self._num_processes
 
     def measure(self, segment: Segment) -> None:
-        """Look at the size of one of our segments. Raises OSError."""
+        """Measure one of our segments. Raises OSError."""
         segment.physical_bytes = physical_bytes(self._state.files.stat(segment.path))
 
     def refresh(self) -> None:
-        """Look at all sizes again. Raises OSError."""
+        """Measure the files of all processes again. Raises OSError."""
         directory = self._state.directory
         for segment in self._state.index.own_segments():
             try:
@@ -110,7 +110,7 @@ class SpaceBook:
         self._other_bytes, self._num_processes = directory.physical_bytes(others), 1 + len(others)
 
     def shortfall(self, num_bytes: int) -> int:
-        """Bytes that must go before `num_bytes` can be written; 0 or less: there is room. Raises OSError."""
+        """Bytes to evict before `num_bytes` can be written; 0 or less: there is room. Raises OSError."""
         free = self._state.files.space(self._state.directory.home).free_bytes
         return max(self.used_bytes + num_bytes - self.budget_bytes, self._min_free_bytes + num_bytes - free)
 
@@ -164,7 +164,7 @@ class SegmentWriter:
         return indices
 
     def copy(self, fd: int, source: Segment, header: RunHeader, chosen: npt.NDArray[np.int64]) -> int:
-        """Copy blocks of a run from the file `fd` as they are, once they are verified; returns the number copied."""
+        """Verify blocks of a run in the file `fd`, and copy them unchanged; returns the number copied."""
         files, buffer, copied = self._state.files, self._buffer, 0
         lengths = header.entries["stored_bytes"].astype(np.int64)
         for part in split_run(lengths, chosen):
@@ -179,7 +179,7 @@ class SegmentWriter:
         return copied
 
     def seal(self) -> None:
-        """Sync and close the open segment; it is only read from now on. Even after an OSError, it is sealed."""
+        """Sync and close the open segment, which is only read from now on. It is sealed even after an OSError."""
         if self._open is None:
             return
         segment, fd = self._open, self._fd
@@ -231,7 +231,7 @@ class SegmentWriter:
         return segment, header
 
     def _segment_for(self, num_bytes: int) -> Segment:
-        """The open segment if the run fits into it, otherwise a new one."""
+        """The open segment if a run of `num_bytes` fits into it, otherwise a new one."""
         if self._open is not None and self._state.index.segment(self._open.id) is None:
             self._drop_open()  # the loader found that its file is gone
         if self._open is not None and self._open.num_bytes + num_bytes > self._space.segment_bytes:
@@ -281,16 +281,16 @@ class Evictor:
         self._writer = writer
 
     def evict_one(self, *, copies: bool) -> bool:
-        """Unlink the segment that is worth least, and copy its best blocks if `copies`. False if no segment can go.
+        """Unlink the segment that is worth least, after its best blocks are copied if `copies`. False: none can go.
 
-        Raises OSError if the file cannot be unlinked; then the segment no longer counts, and other segments may go.
+        Raises OSError if the file cannot be unlinked. Even then, the index has forgotten the segment.
         """
         victim = self._choose()
         if victim is None:
             return False
         if copies:
             self._copy_best(victim)
-        # Forget it before its file: a segment that cannot be removed must not be chosen forever.
+        # Forget the segment before its file is unlinked: if that fails, it must not be chosen again and again.
         removed = self._state.index.remove_segment(victim)
         self._state.count(num_evicted=removed)
         with contextlib.suppress(FileNotFoundError):
@@ -329,7 +329,7 @@ class Evictor:
             close_quietly(files, fd)
 
     def _keepers(self, fd: int, victim: Segment) -> list[tuple[RunHeader, npt.NDArray[np.int64]]]:
-        """The blocks to copy in the order in which they lie: runs, and indices of their entries."""
+        """The blocks to copy, in the order of the file: each run's header, and the indices of entries in it."""
         state, now = self._state, self._state.clock.now_s()
         headers = [
             header
@@ -391,7 +391,7 @@ class Storer:
     # ------------------------------------------------------------------------------ the storing thread
 
     def _between(self) -> float:
-        """Look after the directory if it is time; returns when to come back."""
+        """Look after the directory if it is time; returns the seconds until the next time."""
         if time.monotonic() >= self._next_upkeep:
             self._next_upkeep = time.monotonic() + self._state.options.upkeep_s
             self._attempt(self._look_after, "the cache directory could not be looked after")
@@ -470,7 +470,7 @@ class Storer:
             logger.exception(complaint)
 
     def _look_after(self) -> None:
-        """Forget expired blocks, look at sizes, give way to other processes, and save a snapshot if it is time."""
+        """Forget expired blocks, measure files, give way to other processes, and save a snapshot if it is time."""
         self._state.index.forget_expired(self._state.clock.now_s())
         self.space.refresh()
         while self.space.used_bytes > self.space.budget_bytes or self.space.must_give_way:

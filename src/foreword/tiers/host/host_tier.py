@@ -3,9 +3,9 @@
 The caller gives the buffer: pinned memory, from which a GPU reads at the full rate of its bus. One thread copies.
 
     buffer   | place 0 | place 1 | place 2 | ...       a block lies at the beginning of its place
-    index      name -> place, least recently used first; when no place is free, the first block without a pin goes
+    index      name -> place, least recently used first; when no place is free, the first unpinned block is evicted
 
-Memory does not lie like a disk, but a bit may flip in it: every block has a checksum, which is verified on each load.
+Memory fails less often than a disk, but a bit may flip in it. So every block has a checksum, which each load verifies.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class HostTier(AbstractContextManager["HostTier"]):
         self._free = list(range(num_places))[::-1]
         self._index: OrderedDict[Name, _Place] = OrderedDict()
         self._lock = threading.Lock()
-        """The lock of index and free places; nobody asks for a ticket while holding it. The thread copies without it:
-        only that thread gives places away, so a block that it reads is not overwritten.
+        """The lock of index and free places. No thread that holds it calls a ticket. The copying thread copies without
+        this lock: only that thread gives places away, so a block that it reads is not overwritten.
         """
         self._counts = TierCounts()
         self._rate = LoadRate()
@@ -144,7 +144,7 @@ class HostTier(AbstractContextManager["HostTier"]):
         return stats
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every place is free or holds one block."""
+        """Raise AssertionError if a place is neither free nor used by exactly one block."""
         with self._lock:
             used = [place.number for place in self._index.values()]
             assert sorted(used + self._free) == list(range(len(self._places))), "a place is lost, or used twice"

@@ -3,8 +3,8 @@
 The Python package `valkey` connects and encodes commands. Replies are read here, from the package's socket into memory
 that is reused, which is four times as fast as the package's parser.
 
-A server may be hostile or broken. So every reply has a largest length, which the caller gives, and a session with all
-its reads, writes and its login ends at one deadline: neither a length of gigabytes nor a byte a second costs more.
+A server may be hostile or broken. So every reply has a largest length, which the caller gives, and a session, with its
+login and all reads and writes, ends at one deadline. Replies of gigabytes, or of one byte per second, cost no more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ServerGoneError(Exception):
 
 
 class ServerRefusedError(ServerGoneError):
-    """The server answers, but not this user, database or command."""
+    """The server answers, but refuses this user, database or command."""
 
 
 class Refusal(str):
@@ -62,7 +62,7 @@ class StoreServer:
     def __init__(self, url: str, io_timeout_s: float) -> None:
         self.shown_url = _without_secrets(url)
         self.is_local = False
-        """Whether nobody on another machine can reach it by this address."""
+        """Whether only this machine can reach the server by this address."""
         self.io_timeout_s = io_timeout_s
         try:
             self._valkey: Any = importlib.import_module("valkey")
@@ -104,7 +104,7 @@ class Link:
 
     def __init__(self, connection: Any, errors: Any, io_timeout_s: float) -> None:
         self._connection, self._errors = connection, errors
-        # In place of the package's own login, which reads replies without limits.
+        # This replaces the package's own login, which reads replies without limits.
         connection.valkey_connect_func = lambda connection: connection._parser.on_connect(connection)
         self._io_timeout_s = io_timeout_s
         self._deadline = 0.0
@@ -113,14 +113,14 @@ class Link:
         """The number of replies since the session began."""
         self._line = bytearray(LINE_BYTES)
         self._begin = self._end = 0
-        """Bytes of `_line` that are received and not used yet."""
+        """The range of `_line` that is received and not used yet."""
         self._body = bytearray(LINE_BYTES)
 
     @contextlib.contextmanager
     def session(self, deadline: float) -> Iterator[Self]:
-        """Allow commands and replies until that moment of `time.monotonic`. Unread replies end the connection.
+        """Allow commands and replies until `deadline`, a time of `time.monotonic`. Raises ServerGoneError.
 
-        Raises ServerGoneError.
+        If replies are unread at the end, the connection is closed.
         """
         self._deadline = deadline
         self.num_replies = self._num_awaited = 0
@@ -138,14 +138,14 @@ class Link:
         self._connection.disconnect()
 
     def send(self, commands: Sequence[Command]) -> None:
-        """Send commands; each has one reply. Memory may change when this returns."""
+        """Send commands. Each has one reply. Memory in the commands may change once this returns."""
         with self._translated():
             for chunk in self._connection.pack_commands(commands):
                 self._limit().sendall(chunk)
             self._num_awaited += len(commands)
 
     def reply(self, max_bytes: int = 0) -> Reply:
-        """The next reply; a memoryview has at most `max_bytes`, and is valid until the next call."""
+        """Return the next reply. A memoryview has at most `max_bytes` bytes, and is valid until the next call."""
         with self._translated():
             reply = self._read(max_bytes)
         self._num_awaited -= 1
@@ -155,7 +155,7 @@ class Link:
         return reply
 
     def number(self) -> int:
-        """The next reply, which must be a number. Raises ServerRefusedError."""
+        """Return the next reply, which must be a number. Raises ServerRefusedError."""
         reply = self.reply()
         if not isinstance(reply, int):
             raise ServerRefusedError(str(reply))
@@ -167,7 +167,7 @@ class Link:
                 with contextlib.suppress(self._errors.ValkeyError, OSError):
                     if self._begin == self._end and not self._connection.can_read():
                         return
-                self._connection.disconnect()  # closed by the server, or out of step
+                self._connection.disconnect()  # closed by the server, or with unread bytes
             self._begin = self._end = 0
             self._connection.connect()
         connection = self._connection
@@ -200,7 +200,7 @@ class Link:
     # ------------------------------------------------------------------------------ replies
 
     def _limit(self) -> socket.socket:
-        """The socket, whose next call may take until the limit. Raises TimeoutError when the session is over."""
+        """The socket, with a timeout for its next call. Raises TimeoutError if the session's deadline has passed."""
         sock: socket.socket | None = self._connection._sock
         if sock is None:
             raise OSError("the connection is closed")

@@ -1,8 +1,8 @@
 """The state that the store tier's threads share: options, server, counts, a view of the blocks, and breakers.
 
-Other processes write, and the server evicts, so the answers in the view age. A circuit breaker is open after some
-failures in a row and then leaves the server alone for a pause, which doubles with each try that fails. The idea is
-Nygard's, from "Release It!".
+Other processes write, and the server evicts, so an answer in the view counts only for some seconds. A circuit breaker
+opens after some failures in a row. Then the server is left alone for a pause, which doubles with each try that fails.
+The idea is Nygard's, from "Release It!".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REFUSED = float("-inf")
 logger = logging.getLogger(__name__)
 INFO_EVERY_S = 10.0
 MOST_DIGITS = 18
-"""The most digits of a number that is believed."""
+"""The most digits of a number in an answer to INFO; longer numbers are ignored."""
 INFO_BYTES = 64 << 10
 """The most bytes to read of an answer to INFO; Valkey 9 sends 2,000."""
 
@@ -54,7 +54,7 @@ class CircuitBreaker:
         self._pause_s = first_pause_s
         self._try_at = 0.0
         self.num_trips = 0
-        """The number of times that it went from closed to open."""
+        """The number of times that the breaker went from closed to open."""
 
     @property
     def is_closed(self) -> bool:
@@ -62,7 +62,7 @@ class CircuitBreaker:
 
     @property
     def seconds_to_try(self) -> float:
-        """Seconds until `may_try` gives the next try; 0 if it would now."""
+        """Seconds until `may_try` allows the next try; 0 if it allows a try now."""
         return max(0.0, self._try_at - self._monotonic())
 
     def may_try(self) -> bool:
@@ -109,14 +109,15 @@ class CircuitBreaker:
 
 
 class StoreView:
-    """Answers by block name; if there are too many, the oldest answers go. Any thread may call any method."""
+    """The server's answers by block name. The oldest are dropped if there are too many. Any thread may call methods."""
 
     def __init__(self, max_blocks: int, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._max_blocks = max_blocks
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._until: dict[bytes, float] = {}
-        """Present until that moment; if negative, absent until minus that moment. Oldest answer first."""
+        """Block name -> the time until which it counts as present, or minus the time until which it counts as absent.
+        The oldest answer comes first."""
 
     def __len__(self) -> int:
         """The number of blocks that are present."""
@@ -129,24 +130,24 @@ class StoreView:
         return until > now, (until <= now) & (until >= -now)
 
     def is_refused(self, names: Sequence[bytes]) -> BoolArray:
-        """Which blocks are not to be found until we store them again, [blocks]."""
+        """Which blocks must not be found until we store them again, [blocks]."""
         refused: BoolArray = self._moments(names) == REFUSED
         return refused
 
     def note_stored(self, names: Iterable[bytes], seconds: float) -> None:
-        """Note that we have stored these blocks; that also ends a refusal."""
+        """Record that we have stored these blocks. This also ends a refusal."""
         self._note(names, self._monotonic() + seconds, keep_refused=False)
 
     def note_present(self, names: Iterable[bytes], seconds: float) -> None:
-        """Note that the server has these blocks; refused blocks stay refused."""
+        """Record that the server has these blocks. Refused blocks stay refused."""
         self._note(names, self._monotonic() + seconds, keep_refused=True)
 
     def note_absent(self, names: Iterable[bytes], seconds: float) -> None:
-        """Note that the server does not have these blocks, or could not give them."""
+        """Record that the server does not have these blocks, or could not give them."""
         self._note(names, -self._monotonic() - seconds, keep_refused=True)
 
     def note_answers(self, names: Sequence[bytes], here: BoolArray, present_s: float, absent_s: float) -> None:
-        """Note which of these blocks the server has. Facts that were learnt while it answered count more."""
+        """Record which of these blocks the server has, except those that became known while the server answered."""
         _, unknown = self.look(names)
         self.note_present([names[at] for at in np.flatnonzero(unknown & here).tolist()], present_s)
         self.note_absent([names[at] for at in np.flatnonzero(unknown & ~here).tolist()], absent_s)
@@ -172,7 +173,7 @@ class StoreView:
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How a store tier behaves. The defaults need no thought."""
+    """Options of a store tier. The defaults suit most uses."""
 
     ttl_s: float = 86_400.0
     """Seconds after which the server forgets a block, unless its run says otherwise."""
@@ -180,29 +181,29 @@ class StoreOptions:
     """File with a secret of 32 bytes that signs values, for stores that others can write to: values without a right MAC
     are deleted. None: values are only checked for damage."""
     io_timeout_s: float = 0.5
-    """The longest wait for the server to go on, within a job's deadline; also for connecting."""
+    """The longest wait, in seconds, for the next bytes from the server, or for a connection."""
     session_s: float = 2.0
-    """The longest time of a session that is no load or store, such as login and greeting at the start."""
+    """The longest time, in seconds, of a session that is no load or store, such as the first login."""
     store_session_s: float = 30.0
-    """The longest time to write one run."""
+    """The longest time, in seconds, to write one run."""
     max_failures: int = 3
     """Failures in a row after which the server is left alone."""
     first_pause_s: float = 1.0
     longest_pause_s: float = 30.0
-    """The longest time for which the server is left alone; each try that fails doubles the pause."""
+    """The longest pause, in seconds, in which the server is left alone; each try that fails doubles the pause."""
     present_s: float = 30.0
-    """The time for which a block counts as present after the server had it."""
+    """The seconds for which a block counts as present after the server had it."""
     absent_s: float = 5.0
-    """The time for which a block counts as absent after the server did not have it, or could not give it."""
+    """The seconds for which a block counts as absent after the server did not have it, or could not give it."""
     max_known: int = 1 << 18
-    """The most blocks in the view; some 200 bytes each."""
+    """The most blocks in the view, which takes some 200 bytes for each."""
     max_asked: int = 1 << 16
-    """The most blocks that wait to be asked for."""
+    """The most blocks that may wait until the server is asked for them."""
     max_queued_load_bytes: int = 1 << 30
     max_queued_store_bytes: int = 256 << 20
-    """Payload bytes that wait; beyond them jobs are dropped."""
+    """The most payload bytes of jobs that wait, for loads and for stores. If they are reached, jobs are dropped."""
     window_bytes: int = 4 << 20
-    """Payload bytes in flight before replies are awaited."""
+    """The payload bytes to send or ask for before replies are awaited."""
 
     def check(self) -> None:
         for name in self.__slots__:
@@ -238,14 +239,15 @@ class StoreState(TierCounts):
     def session(self, link: Link, *, longest_s: float | None = None, deadline: float | None = None) -> Iterator[Link]:
         """Open a link's session of at most `longest_s` (None: `session_s`), and report its result to the breaker.
 
-        `deadline`: the moment when it ends instead, because its caller waits no longer. Raises ServerGoneError.
+        `deadline`: the time at which the session ends instead, because its caller waits no longer. Raises
+        ServerGoneError.
         """
         last = time.monotonic() + (self.options.session_s if longest_s is None else longest_s)
         try:
             with link.session(last if deadline is None else deadline):
                 yield link
         except ServerGoneError as error:
-            # A load that came in part until its deadline is a slow one: no reason to leave the server alone.
+            # A load of which a part came before the deadline is only slow. That is no reason to leave the server alone.
             is_slow = deadline is not None and error.is_deadline and link.num_replies
             if not is_slow and self.breaker.failed():
                 self.left_alone.note(self.server.shown_url, error)
@@ -255,7 +257,7 @@ class StoreState(TierCounts):
             logger.info("the store %s answers again", self.server.shown_url)
 
     def read_memory(self, link: Link) -> None:
-        """Ask for the server's memory and its limit, at most every 10 s; without the right to ask, do nothing."""
+        """Ask for the server's memory and its limit, at most every 10 s. A user without this right gets no numbers."""
         if time.monotonic() < self.next_info:
             return
         self.next_info = time.monotonic() + INFO_EVERY_S

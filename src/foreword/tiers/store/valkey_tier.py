@@ -5,12 +5,13 @@ Each of its three threads has a connection.
     probe, lookup -> asking thread ── answers ──> view <── what was loaded or stored ── load and store ── storing thread
                         └ EXISTS; a try when the breaker is half open                       └ loading thread
 
-The server expires (`PX`) and evicts blocks, and others write them, so what the view knows ages. Whatever goes wrong,
-the answer is a miss: a bad value is deleted, and a server that does not answer is left alone for 1 to 30 seconds.
+The server expires (`PX`) and evicts blocks, and others write them, so the view's answers count only for some seconds.
+Whatever goes wrong, the block is a miss. A bad value is deleted, and a server that does not answer is left alone for 1
+to 30 seconds.
 
 A URL is `valkey://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]`; `redis://` means the same, `unix:///PATH?db=N` a socket.
-TLS: `valkeys://` (or `rediss://`); certificate and host name are checked, against `?ssl_ca_certs=FILE` if it is given;
-`&ssl_certfile=FILE&ssl_keyfile=FILE` is the client's own. A cluster's nodes cannot be used.
+`valkeys://` and `rediss://` use TLS: certificate and host name are checked, against `?ssl_ca_certs=FILE` if it is
+given. `&ssl_certfile=FILE&ssl_keyfile=FILE` is the client's own certificate. Nodes of a cluster cannot be used.
 
 A user needs these rights (ACL): `+exists +getrange +set +del +ping +info ~fw1:*`. Without `+set` the tier only reads;
 without `+info` the server's memory is not shown. KV is prompt text in another form: a user who may read it can learn
@@ -41,14 +42,14 @@ from foreword.tiers.tier import BlockKeys, BlockRun, BlockSink, BoolArray, DoneC
 
 logger = logging.getLogger(__name__)
 AT_ONCE = 64
-"""The number of blocks in one EXISTS, which returns only a count: usually all blocks are there, or no block is."""
+"""The number of blocks in one EXISTS command, which returns only a count. Usually all of them are there, or none is."""
 PATIENCE_S = 5.0
 """Seconds that `close` waits for a thread that is in the middle of a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Which of these blocks are there? The ticket's block `at[i]` is `names[i]`; `at` is empty if nobody waits."""
+    """Asks which blocks the server has. The ticket's block `at[i]` is `names[i]`; `at` is empty if nobody waits."""
 
     names: list[bytes]
     ticket: Ticket
@@ -56,7 +57,7 @@ class Question:
 
 
 class StoreAsker:
-    """Asks questions in the order in which they came. The thread that makes the tier calls `greet` before that."""
+    """Asks questions in the order in which they came. The thread that makes the tier calls `greet` before the first."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -82,7 +83,7 @@ class StoreAsker:
         return ticket
 
     def ask(self, names: list[bytes]) -> None:
-        """Ask for blocks; `StoreView` gets the answers. Does nothing if more blocks would wait than may wait."""
+        """Ask for blocks; `StoreView` gets the answers. Does nothing if more than `max_asked` blocks would wait."""
         names = [name for name in names if name not in self._pending]
         if names and self.thread.amount + len(names) <= self._state.options.max_asked:
             self._pending.update(names)
@@ -90,7 +91,7 @@ class StoreAsker:
             self.thread.add(Question(names, ticket, []), len(names))
 
     def greet(self) -> None:
-        """See at the start whether the server answers. Raises ConfigError if it refuses us."""
+        """Check at the start whether the server answers. Raises ConfigError if it refuses this user."""
         state = self._state
         url = state.server.shown_url
         try:
@@ -124,7 +125,7 @@ class StoreAsker:
             question.ticket.finish(Outcome.IO_ERROR)
 
     def _try_again(self) -> float | None:
-        """Try the server again if the breaker is open and its pause is over; returns when to come back."""
+        """Try the server again after the breaker's pause. Returns the seconds until the next try; None if closed."""
         state = self._state
         if state.breaker.is_closed:
             return None
@@ -189,7 +190,7 @@ class StoreLoader:
         deadline_s: float,
         on_done: DoneCallback | None = None,
     ) -> Ticket:
-        """See `Tier.load`. A full queue ends its ticket at once, an open breaker too: all blocks are IO_ERROR."""
+        """See `Tier.load`. A full queue ends the ticket at once. So does an open breaker, with IO_ERROR."""
         names = keys.names()
 
         def before_done(outcomes: npt.NDArray[np.uint8]) -> None:
@@ -238,7 +239,7 @@ class StoreLoader:
                 while num_asked < count and (num_asked == index or in_flight < self._state.options.window_bytes):
                     in_flight += load.payload_bytes[num_asked]
                     num_asked += 1
-                # Ask for one byte more than there should be: a longer value is not ours, however long it is.
+                # Ask for one byte more than a right value has. It shows that a value is too long, however long it is.
                 ends = [HEADER_BYTES + load.payload_bytes[at] for at in range(begin, num_asked)]
                 keys = [server_key(name) for name in load.names[begin:num_asked]]
                 link.send([("GETRANGE", key, 0, end) for key, end in zip(keys, ends, strict=True)])
@@ -320,7 +321,7 @@ class StoreWriter:
         store.ticket.finish(outcome)
 
     def _absent(self, store: Store, link: Link) -> list[int]:
-        """Return the blocks to write; the other blocks become PRESENT."""
+        """Return the indices of the blocks to write; the other blocks become PRESENT."""
         view, names = self._state.view, store.names
         is_present, _ = view.look(names)
         ask = np.flatnonzero(~is_present & ~view.is_refused(names)).tolist()
@@ -361,7 +362,7 @@ class StoreWriter:
                 stored.append(index)
                 continue
             refusal = reply if isinstance(reply, Refusal) else Refusal(f"ERR {reply!r}")
-            if state.room.failed():  # stores rest for a while
+            if state.room.failed():  # no stores for a while
                 state.refused.note(state.server.shown_url, refusal)
             store.ticket.settle(index, Outcome.NO_ROOM if refusal.code == "OOM" else Outcome.IO_ERROR)
         if len(stored) == len(sent) and stored:
@@ -381,7 +382,8 @@ class ValkeyTier(AbstractContextManager["ValkeyTier"]):
     """Blocks in a Valkey or Redis server; a `Tier`.
 
     Raises ConfigError for URLs, options and key files that cannot be used, and if the server refuses the user. A server
-    that does not answer is no error: the tier finds nothing until it does. Close it, or use it as a context manager.
+    that does not answer is no error: the tier finds nothing until the server answers. Close the tier, or use it as a
+    context manager.
     """
 
     name = "store"
@@ -428,7 +430,7 @@ class ValkeyTier(AbstractContextManager["ValkeyTier"]):
         return present
 
     def forget(self, keys: BlockKeys) -> None:
-        """Let `lookup` not find these blocks until this process stores them again. Other processes still find them."""
+        """Stop `lookup` from finding these blocks until this process stores them. Other processes still find them."""
         self._state.view.refuse(keys.names())
 
     def close(self, flush_s: float) -> None:

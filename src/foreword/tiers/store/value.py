@@ -5,8 +5,8 @@ Numbers are little endian:
     0  magic "FWBLK", version 1    24  key, 32 bytes      60  bytes of the payload    80  MAC, 16; 0 without a secret
     8  namespace, 16 bytes         56  group              64  checksum, 16 bytes      96  flags        100  payload
 
-The checksum covers everything from byte 80 on and is seeded with the name, and a reader knows what has to stand before
-it: no byte can change unnoticed. The MAC (BLAKE2b with a secret) covers all but itself and the checksum.
+The checksum covers all bytes from byte 80 on, and is seeded with the name. A reader knows what the bytes before it must
+be. So no byte can change unnoticed. The MAC (BLAKE2b with a secret) covers all but itself and the checksum.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ assert _NAME.size == _CHECKSUM
 
 
 def server_key(name: bytes) -> str:
-    """A block's key in the store: `fw1:namespace:group:key`, both in hexadecimal digits."""
+    """A block's key in the store: `fw1:namespace:group:key`; namespace and key are in hexadecimal digits."""
     namespace, group_id, key = _parts(name)
     return f"{KEY_PREFIX}{namespace.hex()}:{group_id}:{key.hex()}"
 
@@ -42,7 +42,7 @@ class ValueFormat:
         self._secret = secret
 
     def complete(self, name: bytes, flags: int, value: memoryview) -> None:
-        """Write the header of a value whose payload is in its place already."""
+        """Write the header of a value that has its payload already."""
         num_bytes = len(value) - HEADER_BYTES
         value[:_CHECKSUM] = _head(name, num_bytes)
         value[_MAC:_FLAGS] = bytes(_FLAGS - _MAC)
@@ -52,9 +52,9 @@ class ValueFormat:
         value[_CHECKSUM:_MAC] = block_checksum(*_parts(name), num_bytes, value[_MAC:])
 
     def verify(self, name: bytes, num_bytes: int, value: memoryview) -> Outcome:
-        """DONE if the value holds this block's payload of that length, MISSING if its length differs, or CORRUPT.
+        """DONE if the value holds the block's payload of `num_bytes`, MISSING if it has another length, else CORRUPT.
 
-        The value may be cut off one byte after the length that it should have.
+        A value that is too long may be cut off one byte after its right length.
         """
         if len(value) < HEADER_BYTES:
             return Outcome.CORRUPT

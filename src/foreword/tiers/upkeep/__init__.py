@@ -1,1 +1,1 @@
-"""Upkeep of a cache directory from outside: what lies in it, whether it is sound, and what can go."""
+"""Commands for cache directories: they show what is in one, verify its blocks, delete segments, and import files."""

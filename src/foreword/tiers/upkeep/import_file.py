@@ -1,6 +1,6 @@
 """`foreword cache import DIR FILE`: takes the blocks of a prefix file into a cache directory.
 
-No model is loaded: whose blocks they are is written in the file.
+No model is loaded, because the file says to which model its blocks belong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from foreword.tiers.prefix_file import OF_THE_NAMESPACE, PrefixFile, UnsoundFile
 from foreword.tiers.upkeep.table import counted
 
 NO_BUDGET_BYTES = 1 << 60
-"""An import evicts no segment for a budget; a process with a smaller budget evicts when it opens the directory."""
+"""An import has no budget, so it evicts no segment. A process with a budget evicts when it opens the directory."""
 FLUSH_S = 60.0
 
 

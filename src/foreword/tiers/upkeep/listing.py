@@ -1,4 +1,4 @@
-"""`foreword cache list DIR`: whose blocks a cache directory holds, a row for each namespace."""
+"""`foreword cache list DIR`: shows whose blocks a cache directory holds, with a row for each namespace."""
 
 from __future__ import annotations
 

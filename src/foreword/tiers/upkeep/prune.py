@@ -1,7 +1,7 @@
 """`foreword cache prune DIR`: deletes segments that are old, damaged, of other models, or too many.
 
-Whole segments go, because the format has no smaller unit to free. A segment that a live process may be writing
-stays. A process whose sealed segments go finds their blocks missing, and computes them.
+Whole segments are deleted, because the format has no smaller unit to free. A segment that a live process may be writing
+stays. A process whose sealed segments are deleted finds that their blocks are missing, and computes them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What to delete. Each field adds segments; `max_bytes` adds the oldest of the other segments."""
+    """What to delete. Each field adds segments; `max_bytes` adds the oldest of all others until the rest fits."""
 
     everything: bool = False
     damaged: bool = False
@@ -62,7 +62,7 @@ class Content:
     newest_s: int = 0
     """When its newest run was written; 0 if it has no run."""
     reason: str = ""
-    """Why it is to go; empty if it stays."""
+    """Why it is to be deleted; empty if it stays."""
     is_deleted: bool = False
 
     @property
@@ -71,13 +71,13 @@ class Content:
 
     @property
     def written_s(self) -> float:
-        """When it was written to last, as its runs say, or as its file does if it has no run."""
+        """When the segment was last written to, according to its runs or, if it has no run, to its file."""
         return self.newest_s or self.segment.modified_s
 
 
 @dataclass(slots=True)
 class Result:
-    """The results that are in no `Content`."""
+    """The results that belong to no single `Content`."""
 
     num_mixed: int = 0
     """Segments that stay because blocks of other namespaces lie in them too."""
@@ -99,9 +99,10 @@ def contents_of(cache: Survey) -> list[Content]:
 
 
 def choose(cache: Survey, contents: list[Content], wish: Wish, cipher: Cipher | None) -> Result:
-    """Set the reason of each segment that a wish covers. Raises ConfigError for unknown namespaces and models.
+    """Set the reason of each segment that the wish covers. Raises ConfigError for unknown namespaces and models.
 
-    `max_bytes` gives no reason to a segment that a process may be writing. Other wishes do: the caller spares it.
+    A segment that a process may be writing gets no reason from `max_bytes`. It may get one from other fields, but the
+    caller does not delete it.
     """
     result = Result()
     unwanted = _unwanted(cache, contents, wish)
@@ -118,7 +119,7 @@ def choose(cache: Survey, contents: list[Content], wish: Wish, cipher: Cipher | 
         elif wish.everything:
             content.reason = "all"
         result.num_mixed += not content.reason and bool(namespaces & unwanted)
-    if wish.max_bytes is not None:  # the oldest go until the rest fits
+    if wish.max_bytes is not None:  # the oldest are deleted until the rest fits
         excess = cache.physical_bytes - wish.max_bytes
         excess -= sum(part.segment.physical_bytes for part in contents if part.reason and not part.segment.may_grow)
         for content in sorted(contents, key=lambda content: content.written_s):
@@ -184,7 +185,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Delete the wished segments and print the result; returns the exit code, 1 if a file could not be deleted."""
+    """Delete the chosen segments and print the result; returns the exit code, 1 if a file could not be deleted."""
     wish = Wish(
         everything=args.all,
         damaged=args.damaged,
@@ -227,7 +228,7 @@ def _tidy(cache: Survey, contents: list[Content], result: Result, *, unsound_too
     """Remove the folders of dead processes that hold no segment now, and manifests of namespaces without blocks."""
     files = cache.files
     for home in cache.homes:
-        with contextlib.suppress(OSError):  # something that is no file of the cache stays, with its folder
+        with contextlib.suppress(OSError):  # what is no file of the cache stays, with its folder
             if not home.is_live and not segments_in(files, home.path):
                 for name in files.list_folder(home.path):
                     files.unlink(home.path / name)

@@ -1,4 +1,4 @@
-"""`foreword cache stats DIR`: what a cache directory holds, and who holds it."""
+"""`foreword cache stats DIR`: shows what a cache directory holds, and which processes use it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _print(cache: Survey, listed: list[Tally]) -> None:
 
 
 def _default_options(cache: Survey) -> DiskOptions:
-    """Budget and floor of a process that is started now. The options of live processes are not written down."""
+    """The options of a process that starts now with defaults. Those of live processes are not written down."""
     return DiskOptions().completed(cache.space.total_bytes, cache.space.free_bytes, cache.physical_bytes)
 
 

@@ -1,6 +1,6 @@
 """A survey of a cache directory: processes, segment files, manifests and free space.
 
-A survey takes no part in the cache, and makes no file except the lock file of `held`.
+A survey only reads the cache. The only file that it may make is the lock file of `held`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from foreword.tiers.disk.segments import Damage, RunHeader, scan_runs
 from foreword.tiers.tier import GROUP_APART, PINNED
 
 QUIET_S = 60.0
-"""The seconds without a write after which a segment that is not its live process's last one counts as sealed."""
+"""A live process's segment, except its last, counts as sealed after this number of seconds without a write."""
 JANITOR_PATIENCE_S = 5.0
 UNKNOWN = "unknown"
 
@@ -57,7 +57,7 @@ class Home:
 
 @dataclass(frozen=True, slots=True)
 class SegmentFile:
-    """A segment file as it was when it was looked at."""
+    """A segment file as it was at the time of the survey."""
 
     path: Path
     home: Home
@@ -79,7 +79,7 @@ class Survey:
     homes: list[Home] = field(default_factory=list)
     segments: list[SegmentFile] = field(default_factory=list)
     unreadable: dict[Path, str] = field(default_factory=dict)
-    """Files that could not be looked at, and why."""
+    """Path of each file that could not be read -> why."""
     snapshot_bytes: int = 0
     """Physical bytes of the snapshots of indexes."""
 
@@ -93,7 +93,7 @@ class Survey:
         return str(path.relative_to(self.path))
 
     def runs(self, segment: SegmentFile) -> Iterator[RunHeader | Damage]:
-        """The runs of a segment. If it cannot be read, they end early, and `unreadable` gets it unless it is gone."""
+        """Yield the runs of a segment, as far as it can be read. `unreadable` gets errors unless the file is gone."""
         try:
             with opened(self.files, segment.path) as fd:
                 yield from scan_runs(self.files, fd, 0, segment.num_bytes, uncached=False)
@@ -210,7 +210,7 @@ class GroupTally:
     num_blocks: int = 0
     payload_bytes: int = 0
     num_distinct: int = 0
-    """Blocks without the copies that several processes wrote."""
+    """The number of different blocks: several processes may have written the same block."""
 
 
 @dataclass(slots=True)
@@ -240,7 +240,7 @@ class Tally:
 
     @property
     def kind(self) -> str:
-        """Whether blocks of other arithmetic lie here too: `shared` if they do, `exact` if not, or `unknown`."""
+        """`exact` if all blocks of the namespace have one arithmetic, `shared` if several may have, or `unknown`."""
         exact = self.facts.get("exact")
         return "exact" if exact is True else "shared" if exact is False else UNKNOWN
 
@@ -335,12 +335,12 @@ def tallies(cache: Survey) -> list[Tally]:
 
 
 def day(seconds: float) -> str:
-    """The date of a moment since 1970, in UTC."""
+    """The date, in UTC, of a time in seconds since 1970."""
     return _utc("%Y-%m-%d", seconds)
 
 
 def moment(seconds: float) -> str:
-    """Date and time, in UTC; `-` for 0."""
+    """Date and time, in UTC, of a time in seconds since 1970; `-` for 0."""
     return _utc("%Y-%m-%d %H:%M", seconds) if seconds else "-"
 
 
@@ -352,6 +352,6 @@ def _utc(pattern: str, seconds: float) -> str:
 
 
 def _folder(facts: object, name: str) -> dict[str, Any]:
-    """The facts below a name; empty if there are none."""
+    """The dict of facts that has this name in `facts`; empty if there is none."""
     value = facts.get(name) if isinstance(facts, dict) else None
     return value if isinstance(value, dict) else {}

@@ -12,7 +12,7 @@ REDRAW_S = 0.2
 
 
 def print_table(rows: Sequence[Sequence[str]], *, right: str = "") -> None:
-    """Print rows in aligned columns, the first row as heads. `right`: `r` for each column that is flush right."""
+    """Print rows in aligned columns, the first row as heads. `right`: `r` for each column to align at the right."""
     printable = [["".join(char if char.isprintable() else "?" for char in cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*printable, strict=True)]
     for row in printable:

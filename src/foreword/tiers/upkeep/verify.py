@@ -1,6 +1,6 @@
 """`foreword cache verify DIR`: reads every block and recomputes every checksum.
 
-A damaged block is never served, so damage costs room and computing, not answers.
+A damaged block is never served, so damage costs space and time, but never changes an answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from foreword.tiers.upkeep.survey import SegmentFile, Survey, survey
 from foreword.tiers.upkeep.table import ProgressLine, counted
 
 Advance = Callable[[int], None]
-"""Called with the number of bytes that were looked at."""
+"""Is called with the number of bytes that were read since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
