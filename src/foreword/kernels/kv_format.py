@@ -7,20 +7,20 @@ and one scale:
     code    = element / scale, rounded to the nearest whole number, ties to even
     element = code * scale, for all readers
 
-Codes and scale follow from the row alone, and attention reads only what was written, even for the step's own rows. So a
-token's KV has the same bits in any batch, and a hit reads what a miss wrote.
+Codes and scale depend on the row alone, and attention reads only stored rows, even of the present step. So a token's KV
+has the same bits in any batch, and a hit reads what a miss wrote.
 
     a block's page of numbers    token 0: head 0, head 1, ..; token 1: ..
     a block's page of codes      the codes in this order, and then the scales in this order
 
-A latent format stores one row a token for all heads and no values: a value is the first elements of its key
-(`model/decoder/decoder.py`).
+A latent format stores one key per token, which all heads share, and no values: the first elements of a key are its
+value (`model/decoder/decoder.py`).
 
-    written by    `KVBlocks.write`; `model/cpu/rotary.py`; of numbers, `triton/blocks.py` and `model/rotation.py`
+    written by    `KVBlocks.write`, `model/cpu/rotary.py`; numbers also by `triton/blocks.py` and `model/rotation.py`
     read by       `KVBlocks.read` and `read_blocks`, and by the compiled kernels whose `why_not` accepts the format
 
-All blocks of a pool have one format, and it is part of their keys. Readers find codes and scales in `KVBlocks`, and
-never get a bare tensor.
+All blocks of a pool have one format, and the format is part of the blocks' keys. Readers find codes and scales in
+`KVBlocks`, and never get a bare tensor.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class KVFormat:
     """One way to store keys and values."""
 
     dtype: torch.dtype
-    """The type of an element in its block; int8: codes with a scale for each row."""
+    """The type in which blocks store an element. int8: elements are codes, with a scale for each row."""
     latent: bool = False
     """Whether values are the first elements of keys, with one key per token for all heads."""
 
     @property
     def name(self) -> str:
-        """The name of `dtype` in configurations, "bfloat16"; or "latent bfloat16"."""
+        """The name of the format in configurations, such as "bfloat16" or "latent bfloat16"."""
         return ("latent " if self.latent else "") + str(self.dtype).removeprefix("torch.")
 
     @property
@@ -60,21 +60,21 @@ class KVFormat:
         return f"{computed} as {'latent ' if self.latent else ''}{self.dtype}"
 
     def row_bytes(self, dim: int) -> int:
-        """Bytes of a row of `dim` elements, with its scale if elements are codes."""
+        """The bytes of a row of `dim` elements, including the row's scale if elements are codes."""
         return dim * self.dtype.itemsize + (SCALE_BYTES if self.is_coded else 0)
 
     def token_row_bytes(self, key_dim: int, value_dim: int) -> tuple[int, int]:
-        """Bytes of a token's key, and of its value, of one head."""
+        """The bytes of one token's key, and of its value, for one head."""
         return self.row_bytes(key_dim), 0 if self.latent else self.row_bytes(value_dim)
 
     def can_take(self, computed: torch.dtype) -> bool:
-        """Whether compiled kernels write rows of this type, and read them again."""
+        """Whether compiled kernels can write rows of this type in this format, and read the rows again."""
         return computed == self.dtype or (self.is_coded and computed in (torch.bfloat16, torch.float32))
 
     def view(self, pages: tuple[Tensor, Tensor], block_size: int, num_heads: int, dims: tuple[int, int]) -> KVBlocks:
-        """Blocks in pages of keys and of values, bytes [blocks, bytes] each; `dims`: elements of a key and of a value.
+        """The blocks in pages of keys and of values, [blocks, bytes] each; `dims`: elements per key and per value.
 
-        They are contiguous if they fill their pages. A latent format uses no pages of values.
+        The blocks are contiguous if they fill their pages. A latent format uses no pages of values.
         """
         if self.latent:
             rows = pages[0][:, : block_size * dims[0] * self.dtype.itemsize].view(self.dtype)
@@ -103,7 +103,7 @@ def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """Codes [..., dim] and their scales [...] as float32."""
+    """The elements [..., dim] in float32, from codes [..., dim] and scales [...]."""
     return codes.float() * scales.float()[..., None]
 
 
@@ -115,7 +115,7 @@ class KVBlocks:
     keys: Tensor
     """[blocks, block_size, kv_heads, key_dim] elements"""
     values: Tensor
-    """[blocks, block_size, kv_heads, value_dim] elements; of a latent format, a part of `keys`."""
+    """[blocks, block_size, kv_heads, value_dim] elements; in a latent format, they are a part of `keys`."""
     scales: tuple[Tensor, Tensor] | None = None
     """Scales of keys and of values, [blocks, block_size, kv_heads] bfloat16 each, if the elements are codes."""
 
@@ -147,7 +147,7 @@ class KVBlocks:
 
     @property
     def value_row(self) -> int:
-        """Elements from one value to the next."""
+        """The number of elements from the beginning of a value to the next value."""
         return self.key_dim if self.format.latent else self.value_dim
 
     @property
@@ -175,9 +175,9 @@ class KVBlocks:
             _put(self.scales[at], slots, scales)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the elements of some slots [tokens]: keys and values, each [tokens, kv_heads, dim].
+        """Copies of the keys and values in some slots [tokens], [tokens, kv_heads, dim] each.
 
-        They have the blocks' type; codes become float32.
+        The copies have the blocks' type; codes are decoded to float32.
         """
         keys, values = _take(self.keys, slots), _take(self.values, slots)
         if self.scales is None:
@@ -185,7 +185,7 @@ class KVBlocks:
         return decode(keys, _take(self.scales[0], slots)), decode(values, _take(self.scales[1], slots))
 
     def read_blocks(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Whole blocks in float32: ids [requests, n] to keys and values [requests, n * block_size, kv_heads, dim]."""
+        """The keys and values of blocks [requests, n], in float32, [requests, n * block_size, kv_heads, dim] each."""
         keys, values = self.keys[block_ids].flatten(1, 2), self.values[block_ids].flatten(1, 2)
         if self.scales is None:
             return keys.float(), values.float()

@@ -82,8 +82,7 @@ class TileShape:
     num_blocks: int
     first_position: int
     last_position: int
-    """The last position that a query sees. Chunks are visited from the first that any query sees up to this
-    position."""
+    """The last position that a query sees. The tile visits chunks from the first seen position up to this position."""
     shortest: int
     """The least of the requests' last seen positions; KV after it may be unwritten."""
 
@@ -98,7 +97,7 @@ class Tile:
     positions: Tensor
     """[requests, queries], ascending."""
     seen_to: Tensor
-    """[requests, queries]: the position after the last that each query sees, ascending."""
+    """[requests, queries]: the position after the last position that each query sees, ascending."""
     block_tables: Tensor
     """[requests, blocks]: physical blocks; the scrap block where a table has ended or given up a block."""
 
@@ -136,10 +135,10 @@ class TilePlan:
 
 
 def plan_tiles(batch: Batch, scrap_block: int, block_size: int) -> TilePlan:
-    """Cut a batch into tiles: all single queries in one, longer runs per request.
+    """Cut a batch into tiles: one tile for all single queries, and tiles for each request with more queries.
 
-    Single queries of different requests share a tile because they are the same computation with other
-    blocks; the longest context decides how many chunks the tile visits.
+    Single queries of different requests share a tile because they are the same computation with different blocks. The
+    longest context decides how many chunks the tile visits.
     """
     starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
     lengths = ends - starts
@@ -202,13 +201,13 @@ def paged_attention(query: Tensor, blocks: KVBlocks, tiles: list[Tile], options:
 
 
 def _attend_tile(query: Tensor, kv: KVBlocks, tile: Tile, options: AttentionOptions) -> Tensor:
-    """Result of one tile, [requests, queries, heads, value_dim], float32."""
+    """The result of one tile, [requests, queries, heads, value_dim], float32."""
     num_requests, num_queries = tile.query_index.shape
     block_size, num_kv_heads = kv.block_size, kv.num_kv_heads
     num_groups = query.shape[1] // num_kv_heads  # query heads per KV head
     num_rows = num_queries * num_groups
 
-    # [requests * kv_heads, rows, head_dim], a row being (query, group), padded to full row multiples
+    # [requests * kv_heads, rows, head_dim]; a row is a (query, group); rows are padded to a multiple of ROW_MULTIPLE
     rows = query[tile.query_index].float().mul_(options.scale)
     rows = rows.view(num_requests, num_queries, num_kv_heads, num_groups, -1).permute(0, 2, 1, 3, 4)
     rows = rows.reshape(num_requests * num_kv_heads, num_rows, -1)
@@ -297,7 +296,7 @@ def _distances(tile: Tile, start: int, chunk: int) -> Tensor:
 
 
 def _hidden(tile: Tile, start: int, chunk: int, options: AttentionOptions) -> Tensor | None:
-    """Whether each query must not see each KV position of a chunk, [requests, queries, chunk]; None: all see all."""
+    """Which positions of a chunk each query must not see, [requests, queries, chunk]; None: queries see all of them."""
     if start + chunk - 1 <= tile.shape.first_position and _first_seen(tile.shape.last_position, options) <= start:
         return None
     kv = torch.arange(start, start + chunk, device=tile.positions.device)

@@ -1,4 +1,4 @@
-"""The choice of an attention kernel, which is then the only kernel that is loaded, and the protocol of all kernels."""
+"""Chooses an attention kernel, and loads only this kernel. Also has the protocol of all kernels."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ def make_kernel(name: KernelName, device: torch.device) -> AttentionKernel:
 def choose_kernel(
     name: KernelName, device: torch.device, kv_format: KVFormat, layers: Iterable[AttentionOptions]
 ) -> AttentionKernel:
-    """The kernel called `name` for a model's layers; "auto": plain torch, if the compiled kernel refuses a layer.
+    """The kernel called `name`, for a model's layers. "auto" takes plain torch if the compiled kernel refuses a layer.
 
-    Raises ConfigError if the kernel that was asked for refuses a layer.
+    Raises ConfigError if any other `name` refuses a layer.
     """
     kernel = make_kernel(name, device)
     problem = next((reason for layer in layers if (reason := kernel.why_not(kv_format, layer))), None)
@@ -164,7 +164,7 @@ class HostPlan(Protocol):
 
 @runtime_checkable
 class DeviceAttention(Protocol):
-    """The further methods of an `AttentionKernel` that can take part in a single copy and in graphs."""
+    """More methods of an `AttentionKernel` whose plans can be copied with other data, and can serve CUDA graphs."""
 
     def lay_out(self, batch: Batch, scrap_block: int, block_size: int) -> HostPlan:
         """The plan that `plan` makes, before it is on the device."""

@@ -2,8 +2,9 @@
 
 A plan serves all layers of a step that use the same block tables.
 
-Requests with few queries (mostly decoding) are split by chunks of KV. Members are sorted by their block
-tables, so requests with equal leading blocks are neighbours, and an item is a run of them for one chunk:
+Requests with few queries (mostly decoding) are split by chunks of KV; they are called *members* here. Members are
+sorted by their block tables, so members with equal leading blocks are neighbours. An item is some neighbours and one
+chunk that they share:
 
     chunk       0   1   2   3   4
     member 0    A   B   C   D          items:  A 0-3 | B 0-2 | E 3-3 | C 0-1 | ...
@@ -21,22 +22,22 @@ import numpy as np
 from foreword.batch import Batch, Int64Array, IntArray
 
 CHUNK = 256
-"""Tokens of a chunk of KV, on an absolute grid. In every compiled kernel a partial result covers one chunk."""
+"""Tokens per chunk of KV. Chunks begin at multiples of it. In every compiled kernel a partial result covers a chunk."""
 FOLD_QUERIES = 64
-"""Most queries of one request that are computed together, from chunk to chunk."""
+"""The most queries of one request that are computed together, chunk after chunk."""
 FOLD, SHARED, LEADING = range(3)
 """Kinds of items: (FOLD, request, first query, queries), (SHARED, chunk, first member, last member + 1), and LEADING
 (`cpu/attention.py`)."""
 FEW_QUERIES = 16
-"""Most queries of a request that is computed chunk by chunk."""
+"""The most queries of a request that is split by chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharingRule:
-    """When to look for shared chunks: reading less KV must be worth the search.
+    """Decides whether to search for shared chunks: reading less KV must save more time than the search takes.
 
-    Sharing itself costs nothing, since the kernel computes partial results per chunk anyway.
-    Both rates were measured by `benchmarks/attention.py`, the saving with two threads and KV out of the caches.
+    Sharing itself costs nothing, since the kernel computes partial results per chunk anyway. The rates below were
+    measured by `benchmarks/attention.py`; the saving with two threads, and with KV that was not in the caches.
     """
 
     token_bytes: int
@@ -46,21 +47,21 @@ class SharingRule:
     search_ns_per_block: float = 5
 
     def saving_us(self, num_chunks: int) -> float:
-        """Time that is saved by not reading chunks again."""
+        """The microseconds that are saved if `num_chunks` chunks are not read again."""
         return num_chunks * CHUNK * self.token_bytes * self.saved_ns_per_byte / 1e3
 
     def search_us(self, num_blocks: int) -> float:
-        """Time to sort block tables of `num_blocks` entries."""
+        """The microseconds that it takes to sort block tables with `num_blocks` entries in all."""
         return (self.search_ns + num_blocks * self.search_ns_per_block) / 1e3
 
     def pays(self, num_chunks: int, num_blocks: int) -> bool:
-        """Whether not reading at most `num_chunks` chunks may be worth a search through `num_blocks` entries."""
+        """Whether saving up to `num_chunks` reads of chunks may be worth a search through `num_blocks` entries."""
         return not self.token_bytes or self.saving_us(num_chunks) > self.search_us(num_blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step's plan as arrays for compiled kernels; all are int64 but the tables."""
+    """A step's plan as arrays for compiled kernels. The tables are int32, all other arrays are int64."""
 
     tables: IntArray
     block_size: int
@@ -68,20 +69,20 @@ class StepPlan:
     requests: Int64Array
     """[requests, 5]: first row, queries, first position, chunks, first slot of partial results."""
     items: Int64Array
-    """[items, 4], see FOLD and SHARED."""
+    """[items, 4]; FOLD and SHARED describe the columns."""
     num_folds: int
     fold_queries: int
-    """Most queries of a FOLD item."""
+    """The most queries of a FOLD item."""
     members: Int64Array
-    """Requests with few queries, sorted so that neighbours share most."""
+    """The requests with few queries, sorted so that neighbours share the most chunks."""
     merges: Int64Array
     """[queries of members, 2]: request, query."""
     num_slots: int
     """The number of partial results per head."""
     most_queries: int
-    """Most queries of a SHARED item."""
+    """The most queries of a SHARED item."""
     num_chunks: int
-    """The sum over members of the chunks that each member sees; there are at most as many SHARED items."""
+    """The number of chunks that each member sees, summed over all members. There are at most as many SHARED items."""
     groups: tuple[int, ...]
     """The number of requests in each group that shares its first chunk."""
     seen_to: Int64Array | None = None
@@ -89,7 +90,7 @@ class StepPlan:
 
 
 def plan_step(batch: Batch, block_size: int, rule: SharingRule | None, fold_queries: int = FOLD_QUERIES) -> StepPlan:
-    """Cut a batch into items of work. Requests with equal leading blocks share items where `rule` says it pays."""
+    """Cut a batch into items of work. Requests with equal leading blocks share items if `rule` expects a gain."""
     rows = batch.query_starts[:-1]
     lengths = (batch.query_starts[1:] - rows).astype(np.int64)
     first_positions = batch.positions[rows].astype(np.int64)
@@ -144,14 +145,14 @@ def _folds(rows: Int64Array, lengths: Int64Array, first_positions: Int64Array, m
 
 
 def _shared(num_chunks: Int64Array, joined: Int64Array | None) -> Int64Array:
-    """Items of members in order, chunk by chunk; `joined`: the chunks that each member shares with the next."""
+    """The SHARED items, chunk by chunk; `joined`: the number of chunks that each member shares with the next member."""
     chunks = np.arange(num_chunks.max(initial=0))[:, None]
     present = chunks < num_chunks
     begins = present
     if joined is not None:
         begins = present.copy()
         begins[:, 1:] &= chunks >= joined
-        present[:, :-1] &= chunks >= joined  # from here on: where runs end
+        present[:, :-1] &= chunks >= joined  # `present` now says where items end
     chunk, first = begins.nonzero()
     items = np.empty((len(chunk), 4), np.int64)
     items[:, 0], items[:, 1], items[:, 2] = SHARED, chunk, first
@@ -162,7 +163,10 @@ def _shared(num_chunks: Int64Array, joined: Int64Array | None) -> Int64Array:
 def sort_by_blocks(
     batch: Batch, members: Int64Array, block_size: int, rule: SharingRule
 ) -> tuple[Int64Array, Int64Array | None]:
-    """Members sorted by tables, and the whole chunks that each member shares with the next; None: it does not pay."""
+    """Sort members by tables, and count the whole chunks that each member shares with the next member.
+
+    The counts are None if sharing does not pay; the members then keep their order.
+    """
     chunk_blocks = -(-CHUNK // block_size)
     whole = (batch.positions[batch.query_starts[1:] - 1][members].astype(np.int64) + 1) // CHUNK
     long = whole.nonzero()[0]
@@ -191,14 +195,14 @@ class SharingReport:
     """Counts of what two-phase attention did."""
 
     num_steps: int = 0
-    """Steps that had requests with few queries."""
+    """The number of steps that had requests with few queries."""
     num_shared_steps: int = 0
     chunks_read: int = 0
     chunks_seen: int = 0
     saved_us: float = 0.0
     search_us: float = 0.0
     groups: tuple[int, ...] = ()
-    """The sizes of groups in the step that shared most."""
+    """The number of requests in each group, in the step that shared most."""
 
     def add(self, plan: StepPlan, rule: SharingRule) -> None:
         """Count one step."""
@@ -258,7 +262,7 @@ class Sharing:
         return SharingRule(self._token_bytes)
 
     def note_layer(self, token_bytes: int) -> None:
-        """Note that a layer of this step reads `token_bytes` of KV per token."""
+        """Record that a layer of this step reads `token_bytes` bytes of KV per token."""
         self._bytes_this_step += token_bytes
 
     def explain(self) -> str:

@@ -1,9 +1,9 @@
 """The CPU kernel for torch tensors: it plans steps and attends.
 
-One thread computes leading chunks together, instead of one by one in any thread. A single chunk leaves partial results,
-which are written to memory and read again for merging. A thread that computes chunks from the first one on can merge at
-once. No bit changes, because partial results are always merged in that order. A limit on the number of joined chunks
-keeps all threads busy:
+One thread computes a request's leading chunks together, instead of one by one in any thread. A single chunk leaves
+partial results, which are written to memory and read again for merging. A thread that computes chunks from the first
+one on can merge at once. No bit changes, because partial results are always merged in the order of the chunks. A limit
+on the number of joined chunks keeps all threads busy:
 
     chunk       0   1   2   3   4
     member 0    A   A   A   D          items of step_plan.py: 4 x A, D, E | joined: A (leading, 4 chunks of both), D, E
@@ -31,12 +31,12 @@ from foreword.kernels.runtime.threads import Operation, Program
 from foreword.kernels.step_plan import FOLD, FOLD_QUERIES, LEADING, Sharing, StepPlan
 
 ALONE_UNITS, ALONE_PARTIALS = 4, 512
-"""The calling thread computes up to this many items times KV heads, or partial results, alone: about 20 us."""
+"""Up to this number of items times KV heads, or of partial results, the calling thread works alone: about 20 us."""
 
 FOLD_ROWS, FEWEST_FOLD_QUERIES = 1024, 16
-"""The most rows of a fold, and the fewest queries. Rows, each a query of one head, should stay in a core's cache. So
-folds have fewer queries where many heads share a KV head. With 128 heads that is 15% faster, and leaves more items to
-threads (docs/decisions/0057)."""
+"""The most rows of a fold, and the least limit of its queries. A row is one query of one head. Rows should stay in a
+core's cache, so folds have fewer queries if many heads share a KV head. With 128 heads, small folds are 15% faster, and
+leave more items to threads (docs/decisions/0057)."""
 
 PLAN_ARGUMENTS = "tables table_width block_size requests seen_to items num_items members merges num_merges".split()
 STEP_ARGUMENTS = *PLAN_ARGUMENTS, "partial_stats", "partial_mixed", "scratch", "scratch_bytes"
@@ -81,17 +81,17 @@ class AttentionOperations:
             a["phase"], a["arguments"], a["attend_chunk"] = phase, operation.address, attend_chunk.address
         self._sinks: Tensor | None = None
         self.token_bytes = 0
-        """Bytes of one token's keys and values."""
+        """The bytes of one token's keys and values."""
         self.shape = 0, 0, 0, 0, 0
-        """Mode, query heads of a KV head, KV heads, key dim, value dim."""
+        """Mode, number of query heads per KV head, number of KV heads, key dim, value dim."""
 
     def set_layer(
         self, blocks: KVBlocks, num_heads: int, options: AttentionOptions, dtype: torch.dtype, bfloat16: int
     ) -> None:
         """Attend to the keys and values of `blocks`, which have no gaps and which the caller keeps.
 
-        `dtype`: the type of queries and output, bfloat16 or float32. It is the type of the blocks, unless they have
-        codes. `bfloat16`: the mode in which bfloat16 is multiplied.
+        `dtype`: the type of queries and output, bfloat16 or float32. If the blocks have no codes, they have this type.
+        `bfloat16`: the mode in which bfloat16 is multiplied.
         """
         problem = why_not(blocks.format, options)
         assert problem is None, f"compiled attention {problem}"
@@ -136,11 +136,11 @@ class CpuAttention:
         self._both = Program((self._operations.items, self._operations.merges))
         self._scratch: dict[tuple[int, ...], tuple[Int64Array, int, int]] = {}
         self._num_kv_heads, self._num_groups = 1, 1
-        """The number of KV heads, and of query heads for each. They are those of the last layer that ran, because plans
-        precede layers. The numbers change no result."""
+        """The number of KV heads, and of query heads per KV head, in the last layer that ran: a plan is made before its
+        layers run. The numbers change no result."""
         self._partials = torch.empty(0)
         self._outgrown: list[Tensor] = []
-        """Memory for partial results that this step's operations may still be bound to."""
+        """Memory that became too small for partial results, but that operations of this step may still use."""
 
     def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> CpuPlan:
         """Plan a step, for every layer that uses the batch's block tables."""
@@ -217,7 +217,7 @@ class CpuAttention:
         return self._partials.data_ptr()
 
     def _thread_memory(self, shape: tuple[int, int, int, int, int], step: StepPlan) -> tuple[int, int]:
-        """Address of scratch memory, with its record filled in for each thread, and its bytes per thread."""
+        """The address of scratch memory, which has a filled-in record for each thread, and the bytes per thread."""
         mode, num_groups, num_kv_heads, key_dim, value_dim = shape
         max_rows = max(step.fold_queries * num_groups, 1 << (step.most_queries * num_groups).bit_length())
         num_threads = torch.get_num_threads()
@@ -246,7 +246,7 @@ class JoinedItems:
     items: Int64Array
     """[items, 4]: items as in `StepPlan.items`, and (LEADING, number of chunks, first member, last member + 1)."""
     merges: Int64Array
-    """[queries, 3]: request, query, and the number of leading chunks already merged, in the first chunk's place."""
+    """[queries, 3]: request, query, and the number of leading chunks that are merged already, in chunk 0's slot."""
 
 
 class LeadingChunks:
@@ -259,7 +259,7 @@ class LeadingChunks:
     def join(self, step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedItems:
         """Return the result of `join_leading`, which nobody may change.
 
-        For one number of heads and threads, items and merges decide it: they have chunks, members and members' queries.
+        For given numbers of heads and threads, the result depends only on the step's items and merges.
         """
         key = num_kv_heads, num_threads, step.items.tobytes(), step.merges.tobytes()
         if self._joined is None or key != self._key:
@@ -268,7 +268,7 @@ class LeadingChunks:
 
 
 def join_leading(step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedItems:
-    """Join leading chunks of a step, where that leaves no thread without work."""
+    """Join leading chunks of a step, as long as no thread is left without work."""
     alone = step.items[step.num_folds :]
     merges = np.zeros((len(step.merges), 3), np.int64)
     merges[:, :2] = step.merges
@@ -300,9 +300,9 @@ def join_leading(step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedI
 
 
 def _longest(step: StepPlan, alone: Int64Array, groups: Int64Array, team: tuple[int, int]) -> Int64Array:
-    """The most chunks of each group to join, so that one thread computes them while others compute the rest.
+    """For each group, the most chunks to join, so that one thread computes them while others compute the rest.
 
-    `team`: the number of KV heads, where each head is a unit of work, and the number of threads.
+    `team`: the number of KV heads (each head of an item is a unit of work), and the number of threads.
     """
     num_kv_heads, num_threads = team
     queries = np.zeros(len(step.members) + 1, np.int64)

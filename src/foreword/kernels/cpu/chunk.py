@@ -1,10 +1,11 @@
-"""One chunk of KV with any number of rows, compiled by numba: pack, unless rows are few; multiply, weigh, multiply.
+"""Attends to one chunk of KV with any number of rows: packs the chunk, multiplies keys, weighs, and multiplies values.
 
-Packed vectors hold 16 tokens of keys, or 16 dimensions of values. Few rows multiply keys and values where they lie,
-because packing a chunk and reading it again takes longer than multiplying it by the rows of one decoding request.
-Arithmetic and its order are the same. Every 16 tokens prefetch an equal part of the next chunk, so that requests to
-memory do not queue. On a Zen 4 processor, attention of decoding requests takes 0.6 to 0.8 of the time that it takes
-with packed chunks, and steps of 16 requests are 6 to 10% faster (docs/decisions/0008-cpu-attention.md).
+Compiled by numba. Packed vectors hold 16 tokens of keys, or 16 dimensions of values. If rows are few, keys and values
+are multiplied where they lie, because packing a chunk and reading it again takes longer than multiplying it by the rows
+of one decoding request. Arithmetic and its order are the same. Every 16 tokens prefetch an equal part of the next
+chunk, so that requests to memory do not queue. On a Zen 4 processor, attention of decoding requests then takes 0.6 to
+0.8 of the time that it takes with packed chunks, and steps of 16 requests are 6 to 10% faster
+(docs/decisions/0008-cpu-attention.md).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _attend_rows(a: Any, s: Any, kv_head: int, rows: tuple[int, int], kind: int,
 
 @inlined
 def _multiply_keys(a: Any, s: Any, rows: tuple[int, int], start: int, stop: int) -> None:
-    """Compute the scores of the rows' queries."""
+    """Multiply the rows' queries by packed keys: write the rows' scores."""
     num_rows = rows[1] - rows[0]
     num_words = a.key_words
     queries = s.row_queries + rows[0] * num_words * 4
@@ -87,7 +88,7 @@ def _multiply_keys(a: Any, s: Any, rows: tuple[int, int], start: int, stop: int)
 
 @inlined
 def _multiply_values(a: Any, s: Any, num_rows: int, start: int, high: int) -> None:
-    """Mix values by the rows' weights."""
+    """Mix packed values by the rows' weights."""
     width = a.value_width
     together = 2 if a.mode in IN_PAIRS else 1
     length = (high - start + together - 1) // together
@@ -144,7 +145,7 @@ def attend_chunk(arguments: Any, scratch: int, kv_head: int, num_rows: int, low:
 
 @inlined
 def _stage(s: Any, rows: int, start: int, stop: int, offset: int, num_bytes: int, padded_bytes: int) -> None:
-    """Copy one head of some tokens, whose size is no multiple of a vector, and pad it with zeros."""
+    """Copy one head of some tokens, and pad it with zeros to whole vectors."""
     zeros, stage = s.zeros, s.stage
     for token in range(start, stop):
         target = stage + token * padded_bytes
@@ -225,9 +226,10 @@ def pack_values(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
 
 @inlined
 def are_few(a: Any, num_rows: int) -> Any:
-    """Whether to skip packing, which costs as much as reading a chunk twice. Heads must be whole vectors of pairs.
+    """Whether rows are so few that packing, which costs as much as reading a chunk twice, does not pay.
 
-    Codes are always packed, because packing decodes them.
+    Chunks are always packed in modes other than PAIRS, if heads are not whole vectors of pairs, and if elements are
+    codes, because packing decodes them.
     """
     return (
         a.mode == PAIRS
@@ -244,7 +246,7 @@ def multiply_keys_directly(
 ) -> None:
     """Compute scores of some rows' queries with whole vectors of tokens.
 
-    `seen`: the tokens that rows may see, from a panel's first, as weights and packed memory begin there.
+    `seen`: the tokens that rows may see, from a panel's first token on, where weights and packed memory begin.
     `ask`: the number of the next chunk's tokens to prefetch with each row, times 2 ** 16.
     """
     num_steps, key_bytes = -(-(seen[1] - seen[0]) // LANES), 2 * a.key_dim
@@ -261,7 +263,7 @@ def multiply_keys_directly(
 def multiply_values_directly(
     a: Any, s: Any, kv_head: int, rows: tuple[int, int], seen: tuple[int, int], ask: int
 ) -> None:
-    """Mix values by the rows' weights."""
+    """Mix values, where they lie, by the rows' weights."""
     num_steps, value_bytes, mixed = -(-(seen[1] - seen[0]) // LANES), 2 * a.value_dim, s.row_mixed
     simd.clear_bytes(mixed, (rows[1] - rows[0]) * 2 * value_bytes)
     for step in range(num_steps):

@@ -10,18 +10,18 @@ from foreword.kernels.runtime.compiled import record, view
 from foreword.kernels.step_plan import CHUNK
 
 KV_PANEL = 64
-"""Tokens of keys, or dimensions of values, that lie side by side in packed memory."""
+"""The number of tokens of keys, or of dimensions of values, that lie side by side in packed memory."""
 TILES, PAIRS, WIDENED, FLOATS = range(4)
 """Modes: bfloat16 in AMX tiles, bfloat16 in pairs in vectors, bfloat16 widened to float32, and float32."""
 MODE_NAMES = "tiles", "pairs", "widened", "floats"
 IN_PAIRS = TILES, PAIRS
 """Modes whose words are pairs of bfloat16. Their packed memory is the same; only the products differ."""
 SCORE_BYTES = 4 * CHUNK + 64
-"""Bytes from one row of scores to the next: one line more than a row takes, to spread a column over the first cache."""
+"""Bytes from one row of scores to the next: a cache line more than a row, to spread a column over the first cache."""
 PANEL_SCORE_BYTES, WEIGHT_BYTES = 4 * KV_PANEL + 64, 2 * CHUNK + 64
 """Bytes between rows of one panel's scores, and of a chunk's weights; only tiles use them."""
 MOST_TILED_ROWS = 2 * TILE_ROWS
-"""Most rows that tiles multiply at a time: two tiles of rows. Without tiles the limit is `simd.ROWS`."""
+"""The most rows that tiles multiply at a time: two tiles of rows. Without tiles, the limit is `simd.ROWS`."""
 
 ATTENTION = record(
     "query",
@@ -35,7 +35,7 @@ ATTENTION = record(
     "num_kv_heads",
     "key_dim",
     "value_dim",
-    "value_row",  # elements from one value to the next
+    "value_row",  # elements from the beginning of one value to the next
     "item_bytes",  # bytes of one element of queries and of the output
     "stored_bytes",  # bytes of one element of keys and values; 1: codes, whose scales follow in each block
     "key_words",  # words of a packed key
@@ -47,7 +47,7 @@ ATTENTION = record(
     "table_width",
     "block_size",
     "requests",  # address of an array of REQUEST
-    "seen_to",  # address of the position after the last that each row of the batch sees, int64; 0: its own
+    "seen_to",  # address of int64 [rows]: the position after the last one that a row sees; 0: rows see up to themselves
     "items",  # address of an array of ITEM
     "num_items",
     "members",  # address of request numbers (int64), in the order that SHARED items refer to
@@ -64,7 +64,7 @@ ATTENTION = record(
     scale=np.float32,
     softcap=np.float32,  # 0: no cap
 )
-"""The arguments: addresses, counts, and strides and sizes; names that end in `_bytes` count bytes."""
+"""The arguments of attention: addresses, counts, strides and sizes. Names that end in `_bytes` count bytes."""
 
 REQUEST = record("first_row", "num_queries", "first_position", "num_chunks", "first_slot")
 """One request of `StepPlan.requests`."""
@@ -74,9 +74,9 @@ LEADING: number of chunks, first member, last member + 1."""
 MERGE = record("request", "query", "num_leading")
 """A query whose partial results are to be merged, and the number of its leading chunks that are merged already."""
 ROW = record("low", "high", "target")
-"""A row of the row table: it sees the chunk's tokens low <= t < high, and its result goes to place `target`."""
+"""A row of the row table. The row sees the chunk's tokens low <= t < high; its result is stored at index `target`."""
 STATS = record(peak=np.float32, total=np.float32)
-"""One row's peak of its scores, in powers of two, and the sum of its weights."""
+"""The largest of one row's scores, as an exponent of 2, and the sum of the row's weights."""
 FOUND = record("request", "chunk", "low", "high")
 """The tokens whose addresses lie at `key_rows` and `value_rows`, and at `key_scales` and `value_scales`."""
 ROW_BYTES, STATS_BYTES = ROW.itemsize, STATS.itemsize
@@ -88,17 +88,17 @@ def padded(size: int, multiple: int) -> int:
 
 
 def key_words(mode: int, key_dim: int) -> int:
-    """Words of a packed key."""
+    """The number of words of a packed key."""
     return padded(key_dim, 32) // 2 if mode in IN_PAIRS else padded(key_dim, 16)
 
 
 def _part_bytes(mode: int, key_dim: int, value_dim: int, token_bytes: int, most_rows: int) -> dict[str, int]:
-    """Bytes of each part of a thread's scratch memory; see `scratch_offsets`."""
+    """Name of a part of a thread's scratch memory -> the part's bytes; see `scratch_offsets`."""
     words, width, addresses = key_words(mode, key_dim), padded(value_dim, 32), 8 * CHUNK
     return {
         "key_rows": addresses,  # the keys of a chunk's tokens
         "value_rows": addresses,  # the values of a chunk's tokens
-        "key_scales": addresses,  # the scales of their first heads, if keys and values are codes
+        "key_scales": addresses,  # the scales of these keys' first heads, if keys and values are codes
         "value_scales": addresses,
         "staged_rows": addresses,  # copies of keys or values in `stage`
         "next_key_rows": addresses,  # the keys of the next chunk's tokens, for prefetching
@@ -135,7 +135,8 @@ request_at, item_at, merge_at, row_at, stats_at, found_at, scratch_at = map(
 def scratch_offsets(mode: int, key_dim: int, value_dim: int, token_bytes: int, most_rows: int) -> dict[str, int]:
     """The parts of a thread's scratch memory -> the byte at which each part begins, and the `end`.
 
-    `token_bytes`: the larger of a token's keys and values over all heads; `most_rows`: most rows of an item.
+    `token_bytes`: bytes of a token's keys or values over all heads, whichever are more. `most_rows`: the most rows of
+    an item.
     """
     offsets, end = {"address": 0}, padded(SCRATCH.itemsize, 64)
     for name, num_bytes in _part_bytes(mode, key_dim, value_dim, token_bytes, most_rows).items():

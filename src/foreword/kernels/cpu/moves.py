@@ -1,7 +1,7 @@
-"""Moves of KV within its blocks: rows of keys are copied and turned, rows of values are copied, in one pass.
+"""Moves KV within its blocks, in one pass: keys are copied and rotated (rotary embedding), values are copied.
 
 torch needs about fifteen operations for this, each with a pass over memory. Products and sums are rounded one by one,
-in float32, and a turned element once more to its own type. So the bits equal those of the same formula in torch.
+in float32, and a rotated element is then rounded to its own type. So the bits equal those of the same formula in torch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def _rounded(value: Any) -> Any:
 
 @cached(nogil=True, error_model="numpy")
 def copy_rows(blocks: Any, sources: Any, targets: Any) -> None:
-    """Copy rows [slots, elements] from slots to slots, in order."""
+    """Copy the row in slot `sources[i]` of `blocks` [slots, elements] to slot `targets[i]`, for each i in order."""
     for at in range(len(sources)):
         blocks[targets[at]] = blocks[sources[at]]
 
 
 @cached(nogil=True, error_model="numpy")
 def turn_rows_bf16(keys: Any, targets: Any, owners: Any, cosines: Any, sines: Any, pairs: Any) -> None:
-    """Turn the rows `targets` of keys [slots, heads, dim], the bits of bfloat16, by the angles of their owners.
+    """Rotate row `targets[i]` of keys [slots, heads, dim], the bits of bfloat16, by the angles of owner `owners[i]`.
 
     `cosines`, `sines` [owners, pairs] float32; `pairs`: the first element of the first pair, the distance to the next
     pair's first element, and the distance between the two elements of a pair.
@@ -55,7 +55,7 @@ def turn_rows_bf16(keys: Any, targets: Any, owners: Any, cosines: Any, sines: An
 
 @cached(nogil=True, error_model="numpy")
 def turn_rows_f32(keys: Any, targets: Any, owners: Any, cosines: Any, sines: Any, pairs: Any) -> None:
-    """`turn_rows_bf16` of keys in float32."""
+    """`turn_rows_bf16` for keys in float32."""
     start, step, apart = pairs
     for at in range(len(targets)):
         cosine, sine = cosines[owners[at]], sines[owners[at]]

@@ -1,12 +1,12 @@
 """Attention's work on the rows of a chunk, compiled by numba: scores become weights, and results are kept.
 
-With a packed chunk in AMX tiles, weights are computed 64 tokens at a time. Tiles write scores to memory, and vectors
-read them there. The first cache has room for scores of 32 rows and 64 tokens, and for their weights in the chunk;
-scores of a whole chunk do not fit. So a row's peak is taken from the first 64 tokens of which it sees any, and rounded
-up, and each 64 scores become weights at once. That suffices unless later scores are very much larger
-(`tile_softmax.py`): then the rows are weighed again, with all of their scores.
+With a packed chunk in AMX tiles, weights are computed 64 tokens at a time. Tiles write scores to memory, and vector
+instructions read them there. The first cache has room for the scores of 32 rows and 64 tokens, and for the rows'
+weights in the chunk; scores of a whole chunk do not fit. So a row's peak is estimated from the first 64 tokens among
+which the row sees any, and is rounded up. Then every 64 scores become weights at once. If later scores are very much
+larger, this is not exact enough (`tile_softmax.py`), and the rows are weighed again, with all their scores.
 
-A key that is infinite or NaN makes the scores of all rows infinite or NaN; the first row's scores show it. Rows that
+A key that is infinite or NaN makes the scores of all rows infinite or NaN, so the first row's scores show it. Rows that
 see such a key, and rows with infinitely large scores, get NaN as their sum.
 """
 
@@ -72,7 +72,7 @@ def ask_for_values(a: Any, s: Any, first: int, last: int) -> None:
 
 @inlined
 def find_bounds(table: int, num_rows: int) -> tuple[int, int, int, int]:
-    """The tokens that some row of the table sees (first, last + 1), and then the tokens that all rows see."""
+    """The tokens that at least one row of the table sees (first, last + 1), and the tokens that all rows see."""
     low, high, all_low, all_high = CHUNK, 0, 0, CHUNK
     for row in range(num_rows):
         row_low, row_high = row_at(table, row).low, row_at(table, row).high
@@ -111,7 +111,7 @@ def find_peaks(a: Any, table: int, num_rows: int, scores: int, stats: int, panel
 
 @inlined
 def weigh_row(a: Any, s: Any, row: Any, scores: int, stats: int, panels: tuple[int, int]) -> None:
-    """Replace one row's scores by weights, and sum these; `row`: its record in the table."""
+    """Replace one row's scores by weights, and sum the weights; `row`: the row's record in the table."""
     if row.low >= row.high:
         copy_bytes(scores, s.zeros, SCORE_BYTES)
     elif a.mode == PAIRS:
@@ -122,7 +122,7 @@ def weigh_row(a: Any, s: Any, row: Any, scores: int, stats: int, panels: tuple[i
 
 @inlined
 def factor(a: Any) -> Any:
-    """The factor from scores to powers of two; capped scores are scaled already."""
+    """The factor by which a score becomes an exponent of 2; capped scores are scaled already."""
     return LOG2_E if a.softcap > 0.0 else a.scale * LOG2_E
 
 
@@ -144,7 +144,7 @@ def keep_rows(a: Any, s: Any, table: int, num_rows: int, stats: int, mixed: int,
 
 
 _GROUP = 8
-"""Number of rows whose weights are computed between two requests to memory."""
+"""The number of rows whose weights are computed between two prefetches."""
 
 
 @inlined
@@ -170,7 +170,7 @@ def weigh_in_tiles(a: Any, s: Any, rows: tuple[int, int], bounds: tuple[int, int
         else:
             _multiply_keys(a, s, rows, (panel, panel + KV_PANEL), scores - 4 * panel, PANEL_SCORE_BYTES)
         finite &= are_finite(scores)
-        # do all rows see the same of this panel?
+        # do all rows see the same tokens of this panel?
         seen_by_all = bounds[2] < panel + (panel == start) and panel + KV_PANEL <= bounds[3]
         alike = seen_by_all or (bounds[0] == bounds[2] and bounds[1] == bounds[3])
         row = 0
@@ -221,7 +221,7 @@ def _end_of_alike(table: int, row: int, end: int) -> Any:
 def _weigh_group(
     a: Any, s: Any, group: tuple[int, int, int], panel: int, scores: tuple[int, int], seen_by_all: bool
 ) -> None:
-    """Compute the weights of rows that see the same tokens, and their peaks if the panel has their first tokens.
+    """Compute the weights of rows that see the same tokens, and also peaks, if the panel has the first such tokens.
 
     `group`: the first row's number in the table and in the part, and the number of rows; `scores`: the address of the
     first row's scores, and the bytes between rows.
@@ -247,7 +247,7 @@ def _weigh_group(
 def _weigh_again(a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int], finite: int) -> None:
     """Compute weights again, if keys may not be `finite`, or if a row's scores are far from those in its first panel.
 
-    A row's result depends on the keys that it sees and on its own scores, whatever other rows have.
+    A row's result depends only on the keys that it sees and on its own scores, not on other rows.
     """
     num_rows, scores = rows[1] - rows[0], s.row_scores
     _multiply_keys(a, s, rows, panels, scores, SCORE_BYTES)
@@ -280,7 +280,7 @@ def _weigh_again(a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int],
 
 @inlined
 def _count_infinite_keys(a: Any, s: Any, panels: tuple[int, int]) -> None:
-    """Count the keys with infinite or NaN elements up to each token, and write the counts to staged rows."""
+    """For each token, write the number of keys with infinite or NaN elements up to this token, to staged rows."""
     words, count = a.key_words, 0
     for token in range(panels[0], panels[1]):
         key = s.packed_keys + (token // KV_PANEL * KV_PANEL * words + token % KV_PANEL) * 4

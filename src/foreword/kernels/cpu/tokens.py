@@ -1,4 +1,4 @@
-"""Addresses of a chunk's keys and values from block tables, token by token, compiled by numba."""
+"""Finds the addresses of a chunk's keys and values from block tables, token by token. Compiled by numba."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def first_seen(a: Any, position: int) -> Any:
 
 @compiled
 def seen_to(a: Any, entry: Any, query: int) -> Any:
-    """The position after the last that a request's query sees."""
+    """The position after the last position that a request's query sees."""
     if a.seen_to == 0:
         return entry.first_position + query + 1
     return load_int(a.seen_to + 8 * (entry.first_row + query))
@@ -31,10 +31,10 @@ def seen_to(a: Any, entry: Any, query: int) -> Any:
 
 @compiled
 def find_tokens(a: Any, s: Any, request: int, chunk: int, low: int, high: int) -> None:
-    """Write the addresses of a chunk's keys and values, token by token; the address of zeros, if no row sees a token.
+    """Write the addresses of a chunk's keys and values, token by token. A token that no row sees gets zeros' address.
 
     The addresses hold for all heads, so the next unit of work often finds its addresses here already. At the beginning
-    of a layer, FOUND must have the request -1, because the layer's KV lies elsewhere.
+    of a layer, FOUND must have the request -1, because each layer has its own KV.
     """
     record, zeros = found_at(s.found, 0), s.zeros
     before = record.request, record.chunk, record.low, record.high
@@ -61,7 +61,7 @@ def _put(s: Any, token: int, zeros: int) -> None:
 
 @compiled
 def _block_bytes(a: Any, dim: int) -> Any:
-    """Bytes of a block's keys, or values, with `dim` elements for each head."""
+    """The bytes of a block's keys or values, with `dim` elements for each token and head."""
     return a.block_size * a.num_kv_heads * (dim * a.stored_bytes + (SCALE_BYTES if a.stored_bytes == 1 else 0))
 
 
@@ -89,7 +89,7 @@ def _locate(a: Any, rows: tuple[int, int], place: tuple[int, int, int], low: int
 
 @compiled
 def _locate_scales(a: Any, s: Any, place: tuple[int, int], low: int, high: int) -> None:
-    """Write the addresses of the scales of some tokens' first heads; `place`: request, chunk."""
+    """Write the addresses of tokens' scales, those of the first head; `place`: request, chunk."""
     (request, chunk), token_bytes = place, SCALE_BYTES * a.num_kv_heads
     table, block_size, token = a.tables + 4 * request * a.table_width, a.block_size, low
     key_block, value_block = _block_bytes(a, a.key_dim), _block_bytes(a, a.value_dim)
@@ -118,7 +118,7 @@ def _ask_for_scales(a: Any, place: tuple[int, int], num_tokens: int) -> None:
 
 @compiled
 def look_ahead(a: Any, s: Any, request: int, chunk: int, kv_head: int) -> None:
-    """Find the next chunk, so that it is prefetched meanwhile, which makes decoding 17% faster."""
+    """Find the addresses in the next chunk, so that it can be prefetched. This makes decoding 17% faster."""
     entry = request_at(a.requests, request)
     length = entry.first_position + entry.num_queries
     rows = s.next_key_rows, s.next_value_rows

@@ -57,7 +57,7 @@ def member_of(a: Any, number: int) -> Any:
 
 @compiled
 def _take_unit(a: Any, s: Any) -> Any:
-    """Take the next unit of work, and look ahead to its first chunk; called before the last chunk of a unit."""
+    """Take the next unit of work, and look ahead to its first chunk. Called before a unit's last chunk is computed."""
     unit = fetch_add(a.counters + 64, 1)
     number, kv_head = unit // a.num_kv_heads, unit % a.num_kv_heads
     s.next_length = 0
@@ -129,7 +129,7 @@ def _add_rows(
 
 @compiled
 def _begin_rows(a: Any, s: Any, num_rows: int) -> None:
-    """Begin rows that have seen nothing yet."""
+    """Set the results of `num_rows` rows to those of rows that have seen nothing yet."""
     width = a.value_width
     stats, mixed = s.fold_stats, s.fold_mixed
     for row in range(num_rows):
@@ -139,7 +139,7 @@ def _begin_rows(a: Any, s: Any, num_rows: int) -> None:
 
 @compiled
 def _fold(a: Any, s: Any, item: Any, kv_head: int) -> Any:
-    """Compute results of some queries of one request, from their first chunk to their last; returns the next unit."""
+    """Compute the results of some queries of one request, from the first chunk to the last. Returns the next unit."""
     request, first, count = item.number, item.first, item.last
     num_groups = a.num_groups
     num_rows = count * num_groups
@@ -202,7 +202,7 @@ def _add_members(a: Any, s: Any, members: tuple[int, int], kv_head: int, chunk: 
 
 @compiled
 def _attend_shared(a: Any, s: Any, item: Any, kv_head: int) -> Any:
-    """Attend to one chunk for all queries of the requests that share it; returns the next unit."""
+    """Attend to one chunk for all queries of the requests that share the chunk. Returns the next unit."""
     chunk, first, end = item.number, item.first, item.last
     low, high = _add_members(a, s, (first, end), kv_head, chunk, SHARED)
     following = _take_unit(a, s)
@@ -216,10 +216,9 @@ def _attend_shared(a: Any, s: Any, item: Any, kv_head: int) -> Any:
 
 @compiled
 def _attend_leading(a: Any, s: Any, item: Any, kv_head: int) -> Any:
-    """Some requests share their first chunks: attend to these chunks for all queries of the requests. Returns the unit
-    that this thread computes next.
+    """Attend to the first chunks, which some requests share, for all queries of these requests. Returns the next unit.
 
-    The partial result lies in the place of chunk 0's.
+    The merged result is stored in the slot of chunk 0.
     """
     num_chunks, members = item.number, (item.first, item.last)
     request = member_of(a, members[0])

@@ -1,6 +1,6 @@
-"""The parts of emitters: vectors of 16 lanes, loads, stores, loops and sums as LLVM instructions.
+"""Building blocks of emitters: vectors of 16 lanes, loads, stores, loops and sums as LLVM instructions.
 
-How an emitter is written and tested: docs/concepts/compiled-kernels.md.
+docs/concepts/compiled-kernels.md says how an emitter is written and tested.
 
 A compiler may choose the order of a sum, and whether to round once or twice, by the length of a loop. Here every
 operation and its order is spelt out, so an element's bits do not depend on its neighbours. Addresses and sizes are
@@ -45,7 +45,7 @@ _TYPES = {"a": types.intp, "i": types.intp, "f": types.float32, "d": types.float
 
 
 def instructions(signature: str, returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
-    """Make a numba function of `emit(builder, *arguments)`, one letter of `signature` per argument.
+    """Make a numba function from `emit(builder, *arguments)`. `signature` has one letter for each argument:
 
     a: address, i: integer (both 64 bits), f: float32, d: float64.
     """
@@ -111,7 +111,7 @@ def constant(value: float) -> ir.Constant:
 
 
 def call(builder: Any, name: str, *arguments: Any, returns: Any = None) -> Any:
-    """Call an LLVM intrinsic, whose result has the type of its first argument unless `returns` says another."""
+    """Call an LLVM intrinsic. Its result has the type `returns`; None: the type of its first argument."""
     kinds = [argument.type for argument in arguments]
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(returns or kinds[0], kinds), name)
     return builder.call(function, arguments)
@@ -124,17 +124,17 @@ def fma(builder: Any, left: Any, right: Any, addend: Any) -> Any:
 
 @instructions("ddd", types.float64)
 def fused(builder: Any, left: Any, right: Any, addend: Any) -> Any:
-    """left * right + addend of float64, rounded once; LLVM makes vectors of it in loops."""
+    """left * right + addend of float64, rounded once. LLVM vectorises this function in loops."""
     return call(builder, "llvm.fma.f64", left, right, addend)
 
 
 def larger(builder: Any, left: Any, right: Any) -> Any:
-    """The larger of two numbers, lane by lane; `left` where one of the two is NaN."""
+    """The larger of two numbers, lane by lane; `left` if one of the two is NaN."""
     return builder.select(builder.fcmp_ordered(">", right, left), right, left)
 
 
 def reduce(builder: Any, vector: Any, join: Callable[[Any, Any], Any]) -> Any:
-    """Join the 16 lanes as a tree; the result is in every lane."""
+    """Join the 16 lanes as a binary tree. Every lane of the returned vector has the result."""
     for distance in (8, 4, 2, 1):
         swapped = ir.Constant(I32S, [lane ^ distance for lane in range(LANES)])
         vector = join(vector, builder.shuffle_vector(vector, vector, swapped))
@@ -172,7 +172,7 @@ def loop(
 def exp2(builder: Any, power: Any) -> Any:
     """2 ** power for power <= 0, to about 1 unit in the last place, exactly 1 at 0, exactly 0 from -126 down.
 
-    Adding 3 * 2 ** 22 rounds the power: the sum's last bits are then the whole number, which is added to the exponent.
+    Adding 3 * 2 ** 22 rounds the power: the sum's last bits are the rounded power, which is then added to the exponent.
     """
     shifted = builder.fadd(power, constant(12582912.0))
     fraction = builder.fsub(power, builder.fsub(shifted, constant(12582912.0)))
@@ -213,23 +213,23 @@ def rounded(builder: Any, vector: Any) -> Any:
 
 
 def decoded(builder: Any, address: Any, scale: Any, offset: int = 0) -> Any:
-    """16 codes `offset` bytes after an address as float32, times a scale that is in every lane."""
+    """16 codes, `offset` bytes after an address, as float32, times `scale`, which has the scale in every lane."""
     codes = builder.sext(load(builder, address, offset, I8S), I32S)
     return builder.fmul(builder.sitofp(codes, F32S), scale)
 
 
 def scale_at(builder: Any, address: Any) -> Any:
-    """A bfloat16 in every lane, as float32."""
+    """Load a bfloat16 scale, as float32 in every lane."""
     return widened(builder, splat(builder, load(builder, address, 0, I16)))
 
 
 def rounded_pairs(builder: Any, low: Any, high: Any) -> Any:
-    """Two float32 vectors, end to end, as 32 bfloat16; only where HAS_BF16_DOT."""
+    """Two float32 vectors, one after the other, as 32 bfloat16; called only where HAS_BF16_DOT."""
     return call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", high, low, returns=BF16_PAIRS)
 
 
 def by_rows(signature: str, counts: Sequence[int], emit: Callable[[Any, int, Sequence[Any]], None]) -> Any:
-    """Make a numba function of a number of rows and of `signature`, with code for each number in `counts`."""
+    """Make a numba function of a number of rows, and of `signature`. It has separate code for each of `counts`."""
 
     @instructions("i" + signature)
     def function(builder: Any, num_rows: Any, *arguments: Any) -> None:

@@ -1,7 +1,7 @@
 """Operations on one row of numbers, as LLVM instructions for numba: norm, gate, sum, rotation, codes.
 
-Rows are bfloat16 or float32, in whole vectors of 16. Arithmetic is float32, rounded to bfloat16 wherever a model would
-write bfloat16 to memory.
+Rows are bfloat16 or float32, in whole vectors of 16. Arithmetic is float32. With bfloat16, results are rounded to
+bfloat16 wherever a model would write them to memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from foreword.kernels.llvm import emit
 from foreword.kernels.llvm.emit import I16S, I32S, LANES, LOG2_E
 
 ROUND_NORM, ADD_ONE = 1, 2
-"""Bits of a norm's form: round the normalised row before scaling it; add 1 to the scales."""
+"""Bits of a norm's form. ROUND_NORM: round the normalised row before scaling it. ADD_ONE: add 1 to the scales."""
 LARGEST_CODE = 127
 """`kv_format.LARGEST_CODE`, which emitters do not import."""
 
@@ -51,7 +51,7 @@ def gelu(builder: Any, value: Any) -> Any:
 
 
 def _share(builder: Any, value: Any, power: Any) -> Any:
-    """value / (1 + exp(-power)), with the exponential of a negative number whatever `power` is."""
+    """value / (1 + exp(-power)). It takes exp(-|power|) for any sign of `power`, so the exponential is at most 1."""
     tail = emit.exp2(builder, builder.fmul(emit.call(builder, "llvm.fabs.v16f32", power), emit.constant(-LOG2_E)))
     share = builder.fdiv(emit.constant(1.0), builder.fadd(emit.constant(1.0), tail))
     negative = builder.fcmp_ordered("<", power, emit.constant(0.0))
@@ -61,7 +61,7 @@ def _share(builder: Any, value: Any, power: Any) -> Any:
 def _norm(bf16: bool) -> Any:
     @emit.instructions("aaaifi")
     def norm(builder: Any, x: Any, weight: Any, target: Any, width: Any, epsilon: Any, form: Any) -> None:
-        """Divide one row by the root of its mean square, and scale it by `weight`; `width` is whole vectors."""
+        """Divide one row by the root of its mean square, and scale it by `weight`; `width` is a multiple of 16."""
 
         def square(index: Any, total: Any) -> list[Any]:
             value = load(builder, x, index, bf16)
@@ -91,7 +91,7 @@ def _norm(bf16: bool) -> Any:
 def _gate(bf16: bool, activation: Callable[[Any, Any], Any]) -> Any:
     @emit.instructions("aaai")
     def gate(builder: Any, x: Any, y: Any, target: Any, width: Any) -> None:
-        """activation(x) * y of one row; activation(x) is rounded as if it were written; `width` is whole vectors."""
+        """Write activation(x) * y of one row. activation(x) is rounded as if written; `width` is a multiple of 16."""
 
         def body(index: Any) -> None:
             factor = written(builder, activation(builder, load(builder, x, index, bf16)), bf16)
@@ -105,7 +105,7 @@ def _gate(bf16: bool, activation: Callable[[Any, Any], Any]) -> Any:
 def _add(bf16: bool) -> Any:
     @emit.instructions("aafai")
     def add(builder: Any, x: Any, y: Any, scale: Any, target: Any, width: Any) -> None:
-        """x + scale * y of one row; the product is rounded as if it were written, `width` is whole vectors."""
+        """Write x + scale * y of one row. The product is rounded as if written; `width` is a multiple of 16."""
         factor = emit.splat(builder, scale)
 
         def body(index: Any) -> None:
@@ -120,7 +120,7 @@ def _add(bf16: bool) -> Any:
 def _rotate(bf16: bool) -> Any:
     @emit.instructions("aaai")
     def rotate(builder: Any, x: Any, cosine: Any, sine: Any, half: Any) -> None:
-        """Rotate one head in place: its first 2 * half elements, element i with element i + half."""
+        """Rotate the first 2 * half elements of one head in place; element i and element i + half are a pair."""
 
         def product(left: Any, right: Any) -> Any:
             return written(builder, builder.fmul(left, right), bf16)

@@ -1,11 +1,11 @@
 """Loops over vectors of 16 lanes as functions for numba: memory, packing and products of small matrices.
 
-Matrices are multiplied as C[rows, lanes] = A[rows, k] B[k, lanes] in 32-bit words. A word is a float32, or a
-pair of bfloat16 (two neighbours of the inner dimension) where the processor multiplies those (AVX512_BF16).
-An element of C is one chain of fused multiply-adds along k, from 0 upwards, starting at 0.
+Matrices are multiplied as C[rows, lanes] = A[rows, k] B[k, lanes] in 32-bit words. A word is a float32 or, if the
+processor multiplies pairs (AVX512_BF16), a pair of bfloat16: two neighbours along the inner dimension. An element of C
+is one chain of fused multiply-adds along k, from 0 upwards, starting at 0.
 
-If there are few rows, keys and values are multiplied where they lie. Keys are transposed and values interleaved in
-registers, as otherwise in memory when they are packed, so an element's sum is the same chain.
+If there are few rows, keys and values are multiplied where they lie, without packing. Keys are then transposed, and
+values interleaved, in registers instead of packed memory, so an element's sum is the same chain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from foreword.kernels.llvm import emit
 from foreword.kernels.llvm.emit import BF16_PAIRS, F32, F32S, HAS_BF16_DOT, I16, I16S, I32, I32S, I64, LANES
 
 ROWS = 7
-"""Most rows of A that one product takes: 7 rows of 4 vectors fill the processor's 32 registers."""
+"""The most rows of A that one product takes: 7 rows of 4 vectors fill the processor's 32 registers."""
 
 
 # ------------------------------------------------------------------------------------- memory and counters
@@ -42,12 +42,12 @@ def copy_bytes(builder: Any, target: Any, source: Any, num_bytes: Any) -> None:
 
 @emit.instructions("ai", types.intp)
 def fetch_add(builder: Any, address: Any, amount: Any) -> Any:
-    """Add to a 64-bit integer that threads share; return its value before."""
+    """Add to a 64-bit integer that threads share. Returns its earlier value."""
     return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), amount, "seq_cst")
 
 
 def fetch(builder: Any, address: Any, *, near: bool = False, writing: bool = False) -> None:
-    """Prefetch a line of memory at any address: into the second cache, or into the first if it is `near` in time."""
+    """Prefetch a line of memory at any address: into the first cache if it is needed soon (`near`), else the second."""
     byte = ir.IntType(8).as_pointer()
     how = (ir.Constant(I32, number) for number in (int(writing), 3 if near else 2, 1))
     emit.call(builder, "llvm.prefetch.p0", builder.inttoptr(address, byte), *how, returns=ir.VoidType())
@@ -96,7 +96,7 @@ def load_float(builder: Any, address: Any) -> Any:
 
 @emit.instructions("aai")
 def widen(builder: Any, target: Any, source: Any, size: Any) -> None:
-    """Convert bfloat16 to float32 in whole vectors, so up to 15 elements more than `size`."""
+    """Convert bfloat16 to float32, in whole vectors: up to 15 elements more than `size` are converted."""
 
     def body(index: Any) -> None:
         halves = emit.load(builder, emit.at(builder, source, index, 2), 0, I16S)
@@ -109,7 +109,7 @@ def widen(builder: Any, target: Any, source: Any, size: Any) -> None:
 
 
 def transposed(builder: Any, words: list[Any]) -> list[Any]:
-    """Return the columns of 16 vectors of 16 words: vector i has word i of each given vector."""
+    """Return the columns of 16 vectors of 16 words: returned vector i has word i of each given vector."""
     words = list(words)
     for distance in (8, 4, 2, 1):
         low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
@@ -122,7 +122,7 @@ def transposed(builder: Any, words: list[Any]) -> list[Any]:
 
 
 def _emit_transpose(builder: Any, words: list[Any], target: Any, stride_bytes: Any) -> None:
-    """Write 16 vectors of 16 words as columns: word i of each goes to target + i * stride."""
+    """Write the columns of 16 vectors of 16 words: column i goes to target + i * stride."""
     for word in transposed(builder, words):
         emit.store(builder, word, target)
         target = builder.add(target, stride_bytes)
@@ -150,9 +150,9 @@ def _transpose_codes(of_pairs: bool) -> Any:
     def transpose(
         builder: Any, rows: Any, offset_bytes: Any, scales: Any, scale_offset: Any, target: Any, stride_bytes: Any
     ) -> None:
-        """Write the columns of 16 words of 16 rows of codes; `rows`, `scales` point to the rows' and scales' addresses.
+        """Write the columns of 16 words of 16 rows of codes. A word is a float32, or a pair of bfloat16.
 
-        A word is a float32, or a pair of bfloat16.
+        `rows` points to the addresses of the rows, `scales` to the addresses of the rows' scales.
         """
         words = []
         for row in range(LANES):
@@ -173,7 +173,7 @@ transpose_codes, transpose_code_pairs = _transpose_codes(of_pairs=False), _trans
 
 @emit.instructions("aaai")
 def widen_codes(builder: Any, target: Any, source: Any, scale: Any, size: Any) -> None:
-    """Convert codes to float32 in whole vectors, so up to 15 elements more than `size`; `scale`: an address."""
+    """Convert codes to float32, in whole vectors: up to 15 more than `size`. `scale` is the address of the scale."""
     factor = emit.scale_at(builder, scale)
 
     def body(index: Any) -> None:
@@ -187,7 +187,7 @@ def widen_codes(builder: Any, target: Any, source: Any, scale: Any, size: Any) -
 def interleave_codes(
     builder: Any, first: Any, second: Any, first_scale: Any, second_scale: Any, target: Any, size: Any
 ) -> None:
-    """Write `size` (whole 32) codes of each of two rows as pairs of bfloat16; called only where HAS_BF16_DOT."""
+    """Write `size` codes (a multiple of 32) of each of two rows as pairs of bfloat16; only where HAS_BF16_DOT."""
     halves = ir.VectorType(I16, 2 * LANES)
     order = ir.Constant(
         ir.VectorType(I32, 2 * LANES), [side * LANES + lane for lane in range(LANES) for side in (0, 1)]
@@ -225,9 +225,10 @@ def interleave(builder: Any, first: Any, second: Any, target: Any) -> None:
 
 
 def _product(num_vectors: int, of_pairs: bool) -> Any:
-    """C = A B for `num_rows` of 1 to ROWS rows and a fixed number of vectors of 16 lanes.
+    """Make a function C = A B, for 1 to ROWS rows of A, and columns that fill `num_vectors` vectors of 16 lanes.
 
-    a, lda (bytes between rows); b: [k, lanes] without gaps; k: words; c, ldc (bytes between rows).
+    Its arguments: num_rows; a, lda (bytes between rows); b, [k, lanes] without gaps; k, a number of words; c, ldc
+    (bytes between rows).
     """
 
     def emit_rows(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
@@ -270,11 +271,11 @@ def multiply_add(builder: Any, total: Any, left: Any, right: Any, of_pairs: bool
 
 product_64, product_32 = _product(4, False), _product(2, False)
 pair_product_64, pair_product_32 = _product(4, HAS_BF16_DOT), _product(2, HAS_BF16_DOT)
-"""Named by the number of lanes. Products of pairs are called only where HAS_BF16_DOT."""
+"""The names have the number of columns. Products of pairs are called only where HAS_BF16_DOT."""
 
 
 DIMS = 2 * LANES
-"""Number of value dimensions that are mixed at a time; keys are whole vectors of this size."""
+"""The number of value dimensions that are mixed at a time. The dimension of keys is a multiple of it, too."""
 _COUNTS = range(1, ROWS + 1)
 
 

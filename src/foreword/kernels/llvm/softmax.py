@@ -1,6 +1,6 @@
 """The softmax of one chunk's scores, and the merging of results, as vector instructions for numba.
 
-A row's *stats* are two float32: its peak, in powers of two, and the sum of its weights.
+A row's *stats* are two float32: its peak, which is its largest score as an exponent of 2, and the sum of its weights.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def soft_cap(builder: Any, scores: Any, start: Any, stop: Any, factor: Any, cap:
 
 @emit.instructions("aaiiiif")
 def find_peak(builder: Any, *arguments: Any) -> None:
-    """Write the largest of a row's scores in one chunk, times `factor` > 0, to `stats`: first half of the softmax.
+    """Write the largest of a row's scores in one chunk, times `factor` > 0, to `stats`.
 
-    The row sees scores[low:high] of scores[start:stop] (multiples of 64); other scores become the least number.
+    This is the first half of the softmax. The row sees scores[low:high] of scores[start:stop] (multiples of 64); other
+    scores become the least number.
     """
     scores, stats, start, stop, low, high, factor = arguments
     lane = ir.Constant(I32S, list(range(LANES)))
@@ -55,7 +56,7 @@ def find_peak(builder: Any, *arguments: Any) -> None:
             emit.store(builder, score, at)
         return [emit.larger(builder, peak, score)]
 
-    # start .. first .. last .. stop: between first and last the row sees all of each vector, without a mask
+    # start .. first .. last .. stop: between first and last, the row sees all lanes of each vector: no mask is needed
     first = builder.and_(builder.add(low, emit.integer(LANES - 1)), emit.integer(-LANES))
     last = builder.and_(high, emit.integer(-LANES))
     last = builder.select(builder.icmp_signed(">", first, last), first, last)
@@ -69,11 +70,11 @@ def find_peak(builder: Any, *arguments: Any) -> None:
 
 
 def _weigh(store: Callable[[Any, list[Any], Any, Any, Any], Any]) -> Any:
-    """Make the function for a row's unnormalised weights in one chunk, from its peak: second half of the softmax.
+    """Make the function for the second half of the softmax: a row's unnormalised weights in one chunk, from its peak.
 
     It replaces scores[start:stop] by 2 ** (factor * score - peak), and writes the sum of the weights to `stats`. The
-    two halves are apart because a row must wait for its peak, but rows with known peaks need not wait for each other.
-    `store(builder, powers, scores, index, total)` writes two vectors from `index` on, and returns the new total.
+    halves are two functions, because a row must wait for its peak, but rows with known peaks do not wait for each
+    other. `store(builder, powers, scores, index, total)` writes two vectors from `index` on, and returns the new total.
     """
 
     @emit.instructions("aaiif")
@@ -116,8 +117,8 @@ def _coarse_exp2(builder: Any, power: Any) -> Any:
     """2 ** power for power <= 0, to 2 ** -13.5, exactly 1 at 0, exactly 0 from -126 down, on processors with AVX512.
 
     That suffices for results of 8 bits. 2 ** (power - floor(power)) is a polynomial (the best of degree 3 that is 1 at
-    0). One instruction subtracts the floor, another adds it to the exponent. The second one skips lanes that would
-    underflow, which takes the processor a hundred times as long.
+    0). One instruction subtracts the floor, and another adds the floor to the exponent. The second instruction skips
+    lanes that would underflow, because an underflow takes the processor a hundred times as long.
     """
     everywhere = ir.Constant(I16, -1)
     # 0b1001: the rest above the floor, without exceptions
@@ -128,14 +129,14 @@ def _coarse_exp2(builder: Any, power: Any) -> Any:
 
 
 def _masked(builder: Any, name: str, mask: Any, *arguments: Any) -> Any:
-    """An instruction of AVX512, as it rounds by default; 0 in lanes whose bit of `mask` is 0."""
+    """Emit an instruction of AVX512 with the default rounding. Lanes whose bit of `mask` is 0 become 0."""
     return emit.call(
         builder, f"llvm.x86.avx512.mask.{name}.ps.512", *arguments, emit.constant(0.0), mask, ir.Constant(I32, 4)
     )
 
 
 weigh, weigh_pairs = _weigh(_store_floats), _weigh(_store_pairs if HAS_BF16_DOT else _store_floats)
-"""Weights in float32, and in pairs of bfloat16; the second is called only where HAS_BF16_DOT."""
+"""The functions for weights in float32, and in pairs of bfloat16; `weigh_pairs` is called only where HAS_BF16_DOT."""
 
 
 @emit.instructions("aaaai")
@@ -157,8 +158,8 @@ def merge_stats(builder: Any, stats: Any, chunk_stats: Any, factors: Any, num_ro
     """Merge the peaks and sums of consecutive rows as `merge` does, eight rows at a time.
 
     Writes to `factors` [rows, 2] the factors by which `add_mixture` multiplies each row's mixtures. A row that sees
-    nothing of the chunk has LOWEST and 0 in `chunk_stats`, and does not change. Up to seven further rows are read and
-    written back unchanged.
+    nothing of the chunk has LOWEST and 0 in `chunk_stats`, and does not change. Up to seven rows after `num_rows` are
+    read, and written back unchanged.
     """
     peaks = ir.Constant(I32S, [lane & -2 for lane in range(LANES)])
     is_peak = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [1 - lane % 2 for lane in range(LANES)])
@@ -199,7 +200,7 @@ def _emit_add(builder: Any, mixtures: tuple[Any, Any], factors: tuple[Any, Any],
 
 @emit.instructions("aafaii")
 def finish(builder: Any, stats: Any, mixed: Any, sink: Any, target: Any, width: Any, to_bf16: Any) -> None:
-    """Write a row's result in whole vectors: mixture / sum. The sum includes a sink's weight (LOWEST: no sink)."""
+    """Write a row's result, mixture / sum, in whole vectors. The sum includes the weight of `sink` (LOWEST: none)."""
     peak, total = (emit.splat(builder, emit.load(builder, stats, offset, F32)) for offset in (0, 4))
     sink = emit.splat(builder, sink)
     new_peak = emit.larger(builder, peak, sink)

@@ -1,6 +1,6 @@
 """Weights of scores for AMX tiles, in 16-bit arithmetic: two vectors of scores become one vector of weights.
 
-A weight is 2 ** (factor * score - peak) as bfloat16. It keeps 8 bits, so the steps before it need not keep more:
+A weight is 2 ** (factor * score - peak) as bfloat16. A bfloat16 keeps 8 bits, so earlier steps need not keep more:
 
     score, score'    float32    x = 512 * (factor * score - peak + 76), rounded to an integer
     x                16 bits    both scores' x in one vector, from 0 to 65535: 7 bits before the point, 9 after it
@@ -29,16 +29,18 @@ from foreword.kernels.llvm import emit
 from foreword.kernels.llvm.emit import F32, I16, I32, I32S, LANES
 
 HAS_FLOAT16 = bool(llvm.get_host_cpu_features().get("avx512fp16"))
-"""Whether this processor computes with vectors of float16; without them, these functions are not called."""
+"""Whether this processor computes with vectors of float16. If not, these functions are never called."""
 PANEL_TOKENS = 64
 MARGIN = 44.0
 LEAST_SUM, MOST_SUM = 2.0**-46, 1.0
-"""Bounds of the sum of a row's weights, if its peak is MARGIN above a score, rounded up, and no score is far above."""
+"""Bounds of the sum of a row's weights, if its peak is MARGIN above one of its scores, rounded up, and no score is far
+above the peak."""
 _HALVES, _FLOAT16S = ir.VectorType(I16, 2 * LANES), ir.VectorType(ir.HalfType(), 2 * LANES)
 _FRACTION, _ONE, _BFLOAT16_ONE = 511, 0x3C00, 0x3F80
 _LEAST_POWER = 76.0
 _TERMS = 1985.0, -259.75, -511.75, 324.0
-"""Terms in u = 1 + f / 2 of 512 * (2 ** f - 1 - f) + 1538. In 1538, 2 rounds the result, 512 adds 1 to its exponent."""
+"""Terms in u = 1 + f / 2 of 512 * (2 ** f - 1 - f) + 1538. 1538 is 1024 + 512 + 2: the 2 rounds the result, and the 512
+adds 1 to its exponent."""
 _MAGIC = 8388608.0
 _MAGIC_BITS = 0x4B000000
 
@@ -65,7 +67,7 @@ def _kept(builder: Any, vector: Any) -> Any:
 
 
 def _emit_weights(builder: Any, scores: tuple[Any, Any], offset: Any, constants: _Constants) -> Any:
-    """Weights of two vectors of scores as the bits of 32 bfloat16, four of each vector alternating."""
+    """The weights of two vectors of scores, as the bits of 32 bfloat16: four of one vector, four of the other, ..."""
     both = []
     for score in scores:
         bits = builder.bitcast(emit.fma(builder, score, constants.scale, offset), I32S)
@@ -80,7 +82,7 @@ def _emit_weights(builder: Any, scores: tuple[Any, Any], offset: Any, constants:
 
 
 def _joined(builder: Any, low: Any, high: Any) -> Any:
-    """Two vectors of 16 integers as 32 from 0 to 65535, four of each vector alternating."""
+    """Two vectors of 16 integers as one of 32 integers from 0 to 65535: four of one, four of the other, ..."""
     return emit.call(builder, "llvm.x86.avx512.packusdw.512", low, high, returns=_HALVES)
 
 
@@ -106,7 +108,7 @@ def _seen(builder: Any, begin: int, low: Any, high: Any) -> Any:
 
 @emit.instructions("aiaiiif")
 def estimate_peaks(builder: Any, *arguments: Any) -> None:
-    """Write peaks of some rows from the first panel that they see: MARGIN above the largest score, rounded up.
+    """Write the peaks of rows, from the first panel that they see: MARGIN above the largest score, rounded up.
 
     The rows see the panel's tokens from `low` to before `high`, at least one token. Arguments: scores [rows, 64] and
     bytes between rows, stats [rows, 2], the number of rows, low, high, factor.
@@ -189,7 +191,7 @@ def sum_lanes(builder: Any, total: Any, stats: Any) -> None:
 
 @emit.instructions("aaiif")
 def lower(builder: Any, scores: Any, stats: Any, start: Any, stop: Any, factor: Any) -> None:
-    """Multiply scores[start:stop] (multiples of 16) by `factor`, less the row's peak, in place; at least -120."""
+    """Replace each of scores[start:stop] (multiples of 16) by factor * score - peak, or by -120 if that is larger."""
     minus_peak = builder.fneg(emit.splat(builder, emit.load(builder, stats, 0, F32)))
     factor = emit.splat(builder, factor)
 
@@ -202,7 +204,7 @@ def lower(builder: Any, scores: Any, stats: Any, start: Any, stop: Any, factor: 
 
 
 def _all_less(builder: Any, scores: Any, bounds: tuple[Any, Any], *, by_size: bool) -> Any:
-    """1 if scores[bounds], or their absolute values if `by_size`, are below infinity and not NaN."""
+    """1 if scores[bounds] (their absolute values if `by_size`) are all below infinity, and none is NaN."""
     infinity = ir.Constant(emit.F32S, [float("inf")] * LANES)
 
     def body(index: Any, so_far: Any) -> list[Any]:

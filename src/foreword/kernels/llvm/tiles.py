@@ -30,9 +30,9 @@ from foreword.kernels.llvm import emit
 TILE_ROWS = 16
 TILE_BYTES = 1024
 STEP = 32
-"""Elements along k of one product of tiles."""
+"""The number of elements along k in one product of tiles."""
 PRODUCT_PANEL = 32
-"""Columns of a panel of weights: two tiles side by side, for all k."""
+"""The number of columns in a panel of weights. A panel is two tiles side by side, for all k."""
 CONFIG_BYTES = 64
 
 _REQUEST_PERMISSION, _TILE_DATA, _ARCH_PRCTL = 0x1023, 18, 158
@@ -68,7 +68,7 @@ def _pointer(builder: Any, address: Any) -> Any:
 
 
 def _load(builder: Any, tile: int, address: Any, stride: Any, *, passing: bool = False) -> None:
-    """Load a tile; `passing`: its memory need not stay in the first cache."""
+    """Load a tile. `passing`: the tile's memory need not stay in the first cache."""
     name = "tileloaddt164" if passing else "tileloadd64"
     _tile_call(builder, name, _tile(tile), _pointer(builder, address), stride)
 
@@ -97,7 +97,7 @@ def lay_out(builder: Any, config: Any, num_rows: Any) -> None:
 
 @emit.instructions("")
 def release(builder: Any) -> None:
-    """Give this thread's tiles back."""
+    """Release this thread's tiles, after which the thread has no tiles laid out."""
     _tile_call(builder, "tilerelease")
 
 
@@ -122,7 +122,7 @@ def _emit_step(builder: Any, num_row_tiles: int, a: Any, stride: Any, weights: A
 
 
 def _sums_of_tiles(builder: Any, num_row_tiles: int, sums: Any) -> list[Any]:
-    """Addresses of the tiles of results in sums [32, 32]."""
+    """The addresses, in sums [32, 32], of the tiles of results."""
     offsets = (tile // 2 * TILE_ROWS * 4 * PRODUCT_PANEL + tile % 2 * 64 for tile in range(2 * num_row_tiles))
     return [builder.add(sums, emit.integer(offset)) for offset in offsets]
 
@@ -133,16 +133,16 @@ def _emit_end(builder: Any, num_row_tiles: int, sums: Any) -> None:
 
 
 class Product(NamedTuple):
-    """A product of some rows and a panel; between steps tiles hold the sums."""
+    """The functions of a product of rows and a panel. Between these calls, tiles hold the sums."""
 
     begin: Any
-    """Start from 0."""
+    """Sets the sums to 0."""
     go_on: Any
-    """Start from sums in memory [32, 32]."""
+    """Loads the sums from memory [32, 32]."""
     multiply: Any
-    """Add one step: the address of rows, bytes between rows, the address of two tiles of weights."""
+    """Adds one step. Arguments: the address of rows, bytes between rows, the address of two tiles of weights."""
     end: Any
-    """Write the sums [32, 32] float32."""
+    """Writes the sums to memory [32, 32], as float32."""
 
 
 def _product(num_row_tiles: int) -> Product:
@@ -168,14 +168,14 @@ def _product(num_row_tiles: int) -> Product:
 
 
 product_16, product_32 = _product(1), _product(2)
-"""Named by the most rows that they take."""
+"""The names have the most rows that a product takes."""
 
 
 def multiply_beside(signature: str, beside: Callable[..., None]) -> Any:
-    """Make a product of up to 32 rows that does other work in each step: vectors work while tiles do.
+    """Make a product of up to 32 rows that does other work in each step, so that vectors and tiles work together.
 
-    `beside(builder, step, *others)` emits the other work. The result takes rows, bytes between rows, weights, the
-    number of steps, and `others`, whose letters are `signature`.
+    `beside(builder, step, *others)` emits the other work. The made function takes rows, bytes between rows, weights,
+    the number of steps, and then `others`, whose letters are `signature`.
     """
 
     @emit.instructions("aiai" + signature)
@@ -194,7 +194,7 @@ def multiply_beside(signature: str, beside: Callable[..., None]) -> Any:
 
 
 def _emit_wide(builder: Any, shape: tuple[int, int], arguments: tuple[Any, ...]) -> None:
-    """A product of one or two tiles of rows and some tiles of columns; `shape` has both numbers."""
+    """Emit a product. `shape`: the number of tiles of rows (one or two), and the number of tiles of columns."""
     num_row_tiles, num_tiles = shape
     a, lda, b, num_steps, c, ldc = arguments
     line, down = emit.integer(64 * num_tiles), emit.integer(TILE_ROWS)
@@ -208,7 +208,7 @@ def _emit_wide(builder: Any, shape: tuple[int, int], arguments: tuple[Any, ...])
 
         def body(step: Any, first: int = first) -> None:
             panel = emit.at(builder, b, step, TILE_BYTES * num_tiles)
-            for pair in range(2):  # load two tiles of each before all products: that order is the fastest
+            for pair in range(2):  # load two tiles of columns, two of rows before all products: the fastest order
                 if pair < at_a_time:
                     right = builder.add(panel, emit.integer(64 * (first + pair)))
                     _load(builder, 6 + pair, right, line, passing=num_row_tiles == 2)
@@ -245,4 +245,4 @@ def _wide_product(num_tiles: int) -> Any:
 
 
 tile_product_64, tile_product_32 = _wide_product(4), _wide_product(2)
-"""Named by the number of columns."""
+"""The names have the number of columns."""

@@ -1,10 +1,10 @@
 """Weights of a few bits: codes with scales, as checkpoints give them and as panels for products.
 
 A weight is `scale * number + offset`, where its code stands for the number. Sixteen or 32 inputs of an output, a
-*group*, share scale and offset. Both are numbers of 16 or 32 bits, or products of an integer and such a number that 256
-inputs share.
+*group*, share scale and offset. Scale and offset are numbers of 16 or 32 bits. In some formats, they are an integer
+times such a number, which 256 inputs share.
 
-    panel     16 outputs, side by side in all that follows: a vector loads one byte of each
+    panel     16 outputs, side by side in heads and steps: a vector loads one byte of each output
     head      scales (and offsets) that 256 inputs share, or 32 if there are no integers
     step      32 inputs: their integers, then their codes in planes, of which each has some bits of every code;
               a byte of a plane of 4 bits has the codes of two units, the first in the low bits
@@ -26,32 +26,32 @@ Floats = npt.NDArray[np.float32]
 
 PANEL, STEP = 16, 32
 WHOLE = 16
-"""Bits of a plane that has whole floats."""
+"""The bits of a plane that has whole floats."""
 SUPER_STEPS = 8
-"""Steps that share a head, if scales are integers."""
+"""The number of steps that share a head, if scales are integers."""
 QUAD = 4
-"""Inputs that lie side by side for products in integers."""
+"""The number of inputs that lie side by side for products in integers."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeFormat:
-    """A format of codes: how they become weights."""
+    """A format of codes: how codes become weights."""
 
     name: str
     planes: tuple[int, ...]
-    """Bits of a code in each plane, the lowest first; 16: the weight itself, a float."""
+    """The number of a code's bits in each plane, the lowest bits first; 16: the weight itself, a float."""
     group: Literal[16, 32] = 32
-    """Inputs that share a scale."""
+    """The number of inputs that share a scale."""
     zero: int = 0
     """The code of the number 0, for codes that are numbers; modulo 256."""
     table: tuple[int, ...] | None = None
     """The number of each code of four bits; None: codes are numbers."""
     scale: Literal["half", "bfloat16", "float", "exponent", "integers", "none"] = "half"
-    """float16; bfloat16; float32; a power of 2 (bits e: 2^(e - 128)); int8, times a float16 that 256 inputs share; no
-    scale."""
+    """The form of scales. half: float16. float: float32. exponent: bits e stand for 2^(e - 128). integers: int8, times
+    a float16 that 256 inputs share. none: there are no scales."""
     has_offset: bool = False
     has_zeros: bool = False
-    """Whether each group has a zero point of its own, a byte, beside a scale of 16 bits."""
+    """Whether each group has its own zero point, a byte, in addition to a scale of 16 bits."""
 
     @property
     def is_bfloat16(self) -> bool:
@@ -62,7 +62,8 @@ class CodeFormat:
     def is_e4m3(self) -> bool:
         """Whether codes are floats of eight bits (e4m3).
 
-        Products read such a code as a number smaller than its value by the factor E4M3_SCALE; scales make up for it.
+        Products read such a code as a number that is smaller than its value by the factor E4M3_SCALE. Scales are larger
+        by the same factor.
         """
         return self.name == "E4M3"
 
@@ -73,12 +74,12 @@ class CodeFormat:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Bits and lowest bit of each plane."""
+        """For each plane, the number of a code's bits in it, and the lowest of these bits."""
         return [(bits, sum(self.planes[:number])) for number, bits in enumerate(self.planes)]
 
     @property
     def parts(self) -> int:
-        """Scale and offset, or the scale alone."""
+        """The number of parts: 2 for scale and offset, 1 for the scale alone."""
         return 1 + self.has_offset
 
     @property
@@ -100,14 +101,14 @@ class CodeFormat:
 
     @property
     def super_bytes(self) -> int:
-        """Bytes of a head and its steps."""
+        """The bytes of a head and its steps."""
         return self.head_bytes + self.head_steps * self.step_bytes
 
 
 E4M3_NAN = 0x7F
 """The bits of NaN in e4m3, without the sign."""
 E4M3_SCALE = 256.0
-"""The bits of e4m3, put into a float16, give a number that is smaller by this factor; scales have the factor."""
+"""The bits of e4m3, put into a float16, give a number that is smaller by this factor. Scales include the factor."""
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of four-bit floats."""
@@ -140,12 +141,12 @@ FORMATS = {
         ),
     )
 }
-"""Names of formats -> the formats: ggml's, and those of other checkpoints. Products do not look at the names."""
+"""Name -> format, for ggml's formats and formats of other checkpoints. Products do not look at the names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Weights of some outputs."""
+    """The weights of some outputs, as codes, scales and offsets."""
 
     codes: npt.NDArray[Any]
     """[outputs, inputs]; bits of floats if there is no scale."""
@@ -195,7 +196,7 @@ class Panels:
     """Weights as products read them: `memory` [panels, heads, super_bytes]."""
 
     def __init__(self, kind: CodeFormat, shape: tuple[int, int], memory: Bytes, unit: int = 1) -> None:
-        """`shape`: outputs and inputs; `memory` [num_bytes] is written by `fill`; `unit`: 1, or QUAD inputs."""
+        """`shape`: outputs, inputs. `fill` writes `memory` [num_bytes]. `unit`: the inputs of a unit, 1 or QUAD."""
         self.kind, self.shape, self._unit = kind, shape, unit
         self.memory = memory.reshape(-1, shape[1] // (STEP * kind.head_steps), kind.super_bytes)
 
@@ -205,7 +206,7 @@ class Panels:
         return -(-shape[0] // PANEL) * (shape[1] // (STEP * kind.head_steps)) * kind.super_bytes
 
     def fill(self, first: int, codes: Codes) -> None:
-        """Pack outputs from `first` on, the beginning of a panel; outputs that a last panel lacks become 0."""
+        """Pack outputs from `first` on, where a panel begins. Outputs that are missing in the last panel become 0."""
         kind, missing = self.kind, -len(codes.codes) % PANEL
         num_panels, num_steps = (len(codes.codes) + missing) // PANEL, self.shape[1] // STEP
 

@@ -5,14 +5,14 @@ counter. A unit expands up to eight steps of a panel to numbers in the first-lev
 the numbers. A single row is multiplied during the expansion. An element of the result is computed in one order, which
 the number of rows does not change:
 
-    of a group     two chains of fused multiply-adds, of the even and of the odd inputs, which are then added
-    of all groups  one chain: result = scale * (that sum) + result, and result = offset * (sum of inputs) + result
+    for a group     two chains of fused multiply-adds, for the even and the odd inputs; then the sum of both
+    for all groups  one chain: result = scale * (that sum) + result, and result = offset * (sum of inputs) + result
 
 A thread's scratch memory:
 
-    expanded    of each step 32 x 16 numbers, then its scales and its offsets, two times 16 each
-    sums        of each row 16 results
-    inputs      of each row the sums of groups of inputs, if there are offsets
+    expanded    for each step 32 x 16 numbers, then the step's scales and offsets, two times 16 each
+    sums        for each row 16 results
+    inputs      for each row the sums of groups of inputs, if there are offsets
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ CODED = record(
 OFFSETS, GROUPS_OF_16 = 1, 2
 _FEATURES = llvm.get_host_cpu_features()
 HAS_INSTRUCTIONS = all(_FEATURES.get(name) for name in ("avx2", "fma", "f16c"))
-"""Whether this processor has instructions for such products."""
+"""Whether this processor has the instructions for these products."""
 MOST_ROWS = 8 if _FEATURES.get("avx512f") else 3
-"""The number of rows that are multiplied at once. Their chains fill the processor's registers."""
+"""The most rows that are multiplied at once. The rows' chains fill the processor's registers."""
 UNIT_ROWS = 96
-"""The most rows of a unit. With this number, expanding a panel costs a few hundredths of its products."""
+"""The most rows of a unit. With this number, expanding a panel takes a few hundredths of the time of its products."""
 UNIT_PANELS = 8
 VALUES_BYTES = 4 * STEP * PANEL
 SCALES, OFFSETS_AT = VALUES_BYTES, VALUES_BYTES + 128
 EXPANDED_BYTES = VALUES_BYTES + 256
-"""Bytes of an expanded step."""
+"""The bytes of an expanded step."""
 _SUMS = SUPER_STEPS * EXPANDED_BYTES
 _INPUTS = _SUMS + UNIT_ROWS * 4 * PANEL
 _BYTES = ir.VectorType(ir.IntType(8), PANEL)
@@ -96,7 +96,7 @@ def _e4m3(builder: Any, codes: Any) -> Any:
 
 
 def _head(builder: Any, kind: CodeFormat, source: Any) -> list[Any]:
-    """Load the scales of a head, and its offsets if the format has offsets."""
+    """Load the scales of a head, and the head's offsets if the format has offsets."""
     if kind.scale == "none":
         return [emit.constant(1.0)]
     if kind.scale == "exponent":
@@ -218,9 +218,10 @@ expand = emit.by_rows(
 def _of_group(
     builder: Any, rows: Sequence[Any], first: int, size: int, octet: Octet, scales: Sequence[Any], sums: Sequence[Any]
 ) -> list[Any]:
-    """Add to rows' sums the products of a group of `size` inputs, from input `first` of the step on.
+    """Add the products of a group of `size` inputs, from input `first` of the step on, to the rows' sums.
 
-    `scales`: the group's scale; if there are offsets, also its offset, and then for each row the sum of these inputs.
+    `scales`: the group's scale. If there are offsets, the group's offset follows, and then each row's sum of these
+    inputs.
     """
 
     def of_octet(number: Any, *chains: Any) -> list[Any]:
@@ -274,7 +275,7 @@ def _multiply(builder: Any, variant: int, arguments: Sequence[Any]) -> None:
 
 
 def _input(builder: Any, inputs: Any, step: Any, num_groups: int, group: int) -> Any:
-    """A row's sum of a group of inputs, in all lanes."""
+    """The sum of a row's inputs in one group, in all lanes."""
     place = emit.at(builder, inputs, step, 4 * num_groups)
     return emit.splat(builder, emit.load(builder, place, 4 * group, F32))
 
@@ -315,7 +316,7 @@ first step on, and the bytes from a row's sums of inputs to the next row's.
 
 @emit.instructions("aiai")
 def add_up(builder: Any, row: Any, num_groups: Any, target: Any, vectors: Any) -> None:
-    """Write the sum of each group of a row's inputs; a group is one vector or two (`vectors`)."""
+    """Write the sum of each group of a row's inputs. A group has one or two vectors (`vectors`)."""
     is_two = builder.icmp_signed("==", vectors, emit.integer(2))
 
     def of_group(group: Any) -> None:
@@ -331,13 +332,13 @@ def add_up(builder: Any, row: Any, num_groups: Any, target: Any, vectors: Any) -
 
 @emit.instructions("aaa")
 def _write(builder: Any, sums: Any, bias: Any, target: Any) -> None:
-    """Write 16 sums of one row plus their bias."""
+    """Write 16 sums of one row, plus the sums' biases."""
     emit.store(builder, builder.fadd(emit.load(builder, sums), emit.load(builder, bias)), target)
 
 
 @inlined
 def write_rows(a: Any, sums: int, panel: int, first: int, count: int) -> None:
-    """Write a panel's results of `count` rows from `first` on, from their sums, which may change."""
+    """Write a panel's results of `count` rows from `first` on, from the rows' sums, which may be overwritten."""
     room = min(PANEL, a.width - panel * PANEL)
     for row in range(count):
         own, target = sums + row * 64, a.target + (first + row) * a.target_bytes + panel * 64
@@ -350,7 +351,7 @@ def write_rows(a: Any, sums: int, panel: int, first: int, count: int) -> None:
 
 
 def thread_scratch(num_steps: int) -> int:
-    """Bytes of scratch memory for each thread, from the number of steps of the weights."""
+    """The bytes of scratch memory for each thread, if the weights have `num_steps` steps."""
     return _INPUTS + UNIT_ROWS * 8 * num_steps + 64
 
 

@@ -12,7 +12,7 @@ So the bits of a result depend on no other row, on no thread and on no instructi
 
 A quantised step has 64 bytes: 32 numbers; the scale; the sums of all, of the first 16 and of the last 16 numbers as
 integers; and the same sums times the scale. AVX2 adds two products of bytes in 16 bits. This worker adds more products
-there, up to the number that cannot overflow. VNNI adds four products in 32 bits.
+in the 16 bits, up to the largest number of products that cannot overflow. VNNI adds four products in 32 bits.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ MOST, LARGEST = 127, (1 << 15) - 1
 ROUND = 12582912.0
 """3 * 2 ** 22. If it is added to a float32, the sum's last bits are the nearest whole number."""
 ROWS = 4
-"""The number of rows that are multiplied at once."""
+"""The most rows that are multiplied at once."""
 UNIT_ROWS = 32
-"""The most rows of a unit. This number of quantised rows stays in a core's cache."""
+"""The most rows of a unit. This number of quantised rows fits into a core's cache."""
 THREAD_SCRATCH = ROWS * 4 * PANEL
 """Bytes of each thread's scratch memory, which holds sums."""
 _I8 = ir.IntType(8)
@@ -199,13 +199,13 @@ def vnni(builder: Any, total: Any, codes: Any, numbers: Any) -> Any:
 
 
 DOT: Dot | None = vnni if llvm.get_host_cpu_features().get("avx512vnni") else None
-"""This processor's way to add products of bytes in 32 bits; None: it can add them in 16 bits only."""
+"""This processor's way to add products of bytes in 32 bits. None: the processor adds them in 16 bits only."""
 
 
 def _sums_of_quads(
     builder: Any, kind: CodeFormat, planes: Planes, rows: Sequence[Any], quads: range, dot: Dot
 ) -> list[Any]:
-    """`_sums_of_pairs` in 32 bits; sums of signed numbers are too large by 128 times the sum of the row's numbers."""
+    """`_sums_of_pairs` in 32 bits. Sums of signed numbers are too large: by 128 times the sum of the row's numbers."""
     totals: list[Any] = [_words(0)] * len(rows)
     for quad in quads:
         left = _numbers(builder, kind, planes, quad, 0, 64)
@@ -219,7 +219,7 @@ def _sums_of_quads(
 def emit_product(
     builder: Any, kind: CodeFormat, dot: Dot | None, source: Any, num_supers: Any, rows: Sequence[Any]
 ) -> list[Any]:
-    """The products of quantised rows and a panel, 16 float32 each; `num_supers`: the number of the panel's heads."""
+    """The products of quantised rows and a panel, 16 float32 per row; `num_supers`: the number of the panel's heads."""
     size, zero = kind.group // QUAD, kind.zero
     if _is_signed(kind):
         zero = 0 if dot is None else 128

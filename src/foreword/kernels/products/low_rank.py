@@ -1,8 +1,7 @@
 """Products of float32 rows and pairs of low-rank matrices, compiled by numba: result += up(down(row)), row by row.
 
-A row names one table, or no table; a table has up to three parts, each of which changes consecutive columns of the
-result.
-An element is computed in one order, which no other row changes:
+A row names one table, which has the matrices of one adapter, or no table. A table has up to three parts, and each part
+changes consecutive columns of the result. An element is computed in one order, which no other row changes:
 
     low       16 lanes, each one chain of fused multiply-adds along every 16th input; then a tree over the lanes
     result    one chain of fused multiply-adds along the ranks, which starts at 0; then result + that sum
@@ -27,13 +26,13 @@ from foreword.kernels.runtime.compiled import compiled, record, view, worker
 PARTS = 3
 """The number of parts of a table."""
 RANKS = 2
-"""Ranks are padded to a multiple of this number, the chains of a row that run beside each other."""
+"""Ranks are padded to a multiple of this number. It is the number of a row's chains that are computed together."""
 MOST_ROWS = 3
 PART = record(
     "down",  # [rank, inputs] float32
     "up",  # panels of 16 columns; a panel: [rank, 16] float32
     "rank",  # 0: there is no such part
-    "first",  # the first column that it changes
+    "first",  # the first column that the part changes
     "width",  # the number of columns
 )
 LOW_RANK = record(
@@ -68,7 +67,7 @@ def padded_inputs(count: int) -> int:
 
 
 def pack_down(matrix: Floats) -> Floats:
-    """A matrix [rank, inputs], with zeros after its ranks and inputs."""
+    """Pad a matrix [rank, inputs] with zeros after its ranks and inputs."""
     rank, inputs = matrix.shape
     packed = np.zeros((-(-rank // RANKS) * RANKS, padded_inputs(inputs)), np.float32)
     packed[:rank, :inputs] = matrix
@@ -76,7 +75,7 @@ def pack_down(matrix: Floats) -> Floats:
 
 
 def pack_up(matrix: Floats) -> Floats:
-    """A matrix [columns, rank] as panels [panels, rank, 16], with zeros after its columns and ranks."""
+    """Pack a matrix [columns, rank] into panels [panels, rank, 16], with zeros after its columns and ranks."""
     columns, rank = matrix.shape
     padded = np.zeros((-(-columns // LANES) * LANES, -(-rank // RANKS) * RANKS), np.float32)
     padded[:columns, :rank] = matrix

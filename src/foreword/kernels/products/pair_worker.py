@@ -1,12 +1,12 @@
 """Linear layers in pairs of bfloat16 for processors without tiles, compiled by numba.
 
-A unit's first rows multiply weights during the expansion, since the processor can do part of both at once. The other
-rows, in blocks of equal size, multiply the expanded weights, which lie in the core's second cache. Long rows (along k)
-are cut into *parts*, and sums wait in memory from part to part. Sums are float32 there as in registers, so cutting
-changes no bit.
+A unit's first rows are multiplied while the weights are expanded, because the processor can do part of both at once.
+The other rows, in blocks of nearly equal size, are multiplied by the expanded weights, which lie in the core's second
+cache. Long rows (along k) are cut into *parts*, and sums wait in memory from part to part. Sums are float32 in memory
+as in registers, so cutting changes no bit.
 
-    up to 8 rows     there are no other rows; only two steps of expanded weights are kept
-    up to 16         there is one block of other rows; each thread packs all rows once, for all steps, as above
+    up to 8 rows     all are first rows, packed once for all steps; only two steps of expanded weights are kept
+    up to 16         there is one block of other rows; each thread packs all rows once, for all steps
     more             each thread packs a block of rows for some panels and one part at a time
 
 A thread's scratch memory:
@@ -17,12 +17,11 @@ A thread's scratch memory:
     expanded     for each panel of a unit the weights of a part
     packed       the first rows, and after them the other rows if there are few
 
-An instruction (`vdpbf16ps`) adds, in each of 16 lanes, two products of
-bfloat16: `C[m, n] += A[m, 2k] B[2k, n] + A[m, 2k + 1] B[2k + 1, n]`, for 16 columns n of a row m, whose pair is spread
-over the lanes as it is loaded.
+An instruction (`vdpbf16ps`) adds, in each of 16 lanes, two products of bfloat16: `C[m, n] += A[m, 2k] B[2k, n] +
+A[m, 2k + 1] B[2k + 1, n]`, for 16 columns n of a row m. The load of the row's pair copies the pair to all lanes.
 
-One element of a result is one chain of such additions along k, from 0 upwards, starting at 0: its bits depend on
-nothing but its own row and column.
+One element of a result is one chain of such additions along k, from 0 upwards, starting at 0. So the element's bits
+depend only on its row and column.
 
     rows      packed, so that one address serves all: [k / 2, rows] pairs
     weights   as for tiles (`weights12.py`): a step has 16 pairs of k x 16 columns, twice
@@ -56,21 +55,21 @@ from foreword.kernels.runtime.compiled import Record, inlined, worker
 
 STEP_PAIRS = STEP // 2
 COLUMNS = PRODUCT_PANEL // emit.LANES
-"""Vectors of a row's sums."""
+"""The number of vectors that hold one row's sums."""
 EXPANDED_BYTES = COLUMNS * TILE_BYTES
 FIRST_ROWS = (1, 2, 3, 4, 6, 8)
-"""Numbers of rows with code that multiplies weights while it expands them. Code for 5 and 7 would not pay."""
+"""The numbers of rows for which there is code that multiplies weights and expands them at once; 5 and 7 do not pay."""
 MOST_EXPANDED_ROWS = 14
-"""Most rows that multiply expanded weights at a time: their sums fill 28 of 32 registers."""
+"""The most rows that multiply expanded weights at a time: their sums fill 28 of 32 registers."""
 MOST_PANELS = 8
-"""Most panels of a unit. With few rows, a unit has one panel, because threads wait for the last unit."""
+"""The most panels of a unit. With few rows, a unit has one panel, because threads wait for the last unit."""
 MOST_FIRST_ROWS = FIRST_ROWS[-1]
 MOST_PACKED_ROWS = 2 * MOST_FIRST_ROWS
-"""Most rows that a thread packs only once."""
+"""The most rows that a thread packs only once."""
 MOST_BLOCKS = 20
-"""Most blocks of rows in a unit, besides its first rows."""
+"""The most blocks of rows in a unit, in addition to the unit's first rows."""
 PART = 28
-"""Most steps of a part, if a row has several parts: then the rows of a block fit the first cache."""
+"""The most steps of a part, if a row has several parts. With this number, a block's rows fit into the first cache."""
 _STAGED, _ADDRESSES, _SUMS = 0, 64, 256
 _UNIT_ROWS = MOST_FIRST_ROWS + MOST_BLOCKS * MOST_EXPANDED_ROWS
 _PANEL_SUMS_BYTES = _UNIT_ROWS * SUMS_BYTES
@@ -80,7 +79,7 @@ _PACKED = _EXPANDED + MOST_PANELS * PART * EXPANDED_BYTES
 
 
 def _multiply(builder: Any, rows: Any, weights: Any, pairs: range, sums: list[Any]) -> None:
-    """Add the products of some pairs of a step to `sums`, which has the vectors of each row in turn."""
+    """Add the products of some pairs of a step to `sums`, which lists the vectors of sums row by row."""
     num_rows = len(sums) // COLUMNS
     for pair in pairs:
         right = [emit.load(builder, weights, TILE_BYTES * column + 64 * pair, emit.I32S) for column in range(COLUMNS)]
@@ -92,7 +91,7 @@ def _multiply(builder: Any, rows: Any, weights: Any, pairs: range, sums: list[An
 
 
 def _here(builder: Any, vector: Any) -> Any:
-    """Return the vector, computed now. Otherwise LLVM would load pairs of many rows first, and spill them."""
+    """Make LLVM compute the vector at this place. Otherwise it would load pairs of many rows first, and spill them."""
     kind = ir.FunctionType(emit.F32S, [emit.F32S])
     return builder.asm(kind, "", "=v,0,~{memory}", [vector], True)
 
@@ -107,7 +106,7 @@ def _store_sums(builder: Any, vectors: Sequence[Any], sums: Any) -> None:
 
 
 def _emit_expanding(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
-    """Expand each step between the products with the step before."""
+    """Expand each step while rows are multiplied by the step before it."""
     rows, source, table, num_steps, entry, place, jump, buffer, mask, sums = arguments
     upper, step_weights = compact.load_table(builder, table), emit.integer(STEP_WEIGHTS)
     for group in range(STEP_GROUPS):
@@ -136,7 +135,7 @@ def _emit_expanding(builder: Any, num_rows: int, arguments: Sequence[Any]) -> No
 
 
 def _ahead(builder: Any, source: Any, distance: int, step: Any, num_steps: Any, jump: Any) -> Any:
-    """Address of the weights that come `distance` steps later."""
+    """The address of the weights that are needed `distance` steps later."""
     later = builder.add(source, emit.integer(distance * STEP_BYTES))
     inside = builder.icmp_signed("<", builder.add(step, emit.integer(distance)), num_steps)
     return builder.select(inside, later, builder.add(later, jump))
@@ -203,7 +202,7 @@ def _thread_scratch(num_steps: int) -> int:
 
 @inlined
 def _packed_bytes(num_rows: int) -> int:
-    """Bytes of one step of packed rows."""
+    """The bytes of one step of `num_rows` packed rows."""
     return 4 * STEP_PAIRS * num_rows
 
 
@@ -225,7 +224,7 @@ def _pack(
 
 @inlined
 def _pack_few(a: Any, scratch: int, base: int) -> None:
-    """Pack the few rows at `base` for all steps: the first rows, unless it is a single row, and then the rest."""
+    """Pack the few rows at `base` for all steps: the first rows, except a single row, and then the other rows."""
     target, everything, num_rows = scratch + _PACKED, (0, a.num_steps), a.num_rows
     if a.first > 1:
         _pack(a, scratch, base, (0, num_rows), a.first, everything, target)
@@ -238,7 +237,7 @@ def _pack_few(a: Any, scratch: int, base: int) -> None:
 def _begin_sums(a: Any, scratch: int, number: int, row: int, count: int, first_step: int) -> Any:
     """Return the address of the sums of the unit's panel `number` for `count` rows, from the unit's `row` on.
 
-    Sums wait there from part to part, and begin at zero. If there is only one part, all rows use the same place.
+    Sums wait at this address from part to part, and begin at zero. If there is one part, all rows use the same address.
     """
     sums = scratch + _SUMS + number * _PANEL_SUMS_BYTES
     if a.part_steps < a.num_steps:
@@ -252,7 +251,7 @@ def _begin_sums(a: Any, scratch: int, number: int, row: int, count: int, first_s
 def _multiply_first(
     a: Any, scratch: int, panels: tuple[int, int], rows: tuple[int, int], part: tuple[int, int], ahead: int
 ) -> None:
-    """Multiply the unit's first rows by some panels, and expand the panels; the weights at `ahead` come next."""
+    """Multiply the unit's first rows by some panels, and expand the panels; the weights at `ahead` are needed next."""
     num_steps, target, packed = part[1] - part[0], scratch + _EXPANDED, scratch + _PACKED
     if a.first == 1:
         packed = rows_of(a, panels[0])
@@ -302,7 +301,7 @@ def _multiply_others(
 
 @inlined
 def _multiply_unit(a: Any, scratch: int, panels: tuple[int, int], rows: tuple[int, int], following: int) -> None:
-    """Multiply some rows by some panels; the panel `following` is the next unit's first."""
+    """Multiply some rows by some panels. The panel `following` is the first panel of the next unit."""
     for first_step in range(0, a.num_steps, a.part_steps):
         part = first_step, min(first_step + a.part_steps, a.num_steps)
         ahead = weights_of(a, panels[0], part[1]) if part[1] < a.num_steps else weights_of(a, following, 0)

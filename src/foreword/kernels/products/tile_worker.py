@@ -1,9 +1,9 @@
-"""Linear layers in AMX tiles, compiled by numba: rows times panels, and the ends of rows.
+"""Linear layers in AMX tiles, compiled by numba: multiplies rows by panels of weights, and writes results.
 
-Each unit of work expands its own weights. For few rows it expands a step at a time, while tiles multiply the step
-before, so such a product waits for little but memory. For more rows it expands some panels at a time, which then stay
-in the core's second cache for all rows of the unit. Long rows (along k) are cut into *parts*, and sums wait in memory
-from part to part. Sums are float32 there as in tiles, so cutting changes no bit.
+Each unit of work expands its own weights. For few rows it expands a step at a time, while tiles multiply by the step
+before, so such a product waits for little but memory. For more rows it expands some panels at a time. The expanded
+panels then stay in the core's second cache for all rows of the unit. Long rows (along k) are cut into *parts*, and sums
+wait in memory from part to part. Sums are float32 in memory as in tiles, so cutting changes no bit.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from foreword.kernels.runtime.compiled import Record, inlined, worker
 
 BLOCK_ROWS = 2 * TILE_ROWS
 MOST_STREAMED_ROWS = 64
-"""Most rows for which each block expands the weights again. Keeping expanded weights would cost more than it saves."""
+"""The most rows for which each block of rows expands the weights again: for so few, keeping them would cost more."""
 MOST_UNIT_ROWS, MOST_PANELS, MOST_STREAMED_PANELS = 576, 8, 2
-"""Most rows and panels of a unit. Few rows have smaller units, because threads wait less for each other if the last
-unit is small."""
+"""The most rows and panels of a unit, and the most panels of a unit with few rows. With few rows, units are smaller,
+because threads wait less for each other if the last unit is small."""
 MOST_STEPS, PART = 40, 14
-"""Most steps of a panel that is not cut into parts, and most steps of a part: 32 rows of a part stay in the first cache
-for all panels of a unit."""
+"""The most steps of a panel that is not cut into parts, and the most steps of a part: 32 rows of a part stay in the
+first cache for all panels of a unit."""
 _BLOCK_SUMS_BYTES = SUMS_BYTES * BLOCK_ROWS
 _WEIGHTS_BYTES = 2 * TILE_BYTES
 _FETCHED_ROWS = BLOCK_ROWS // MOST_PANELS
@@ -64,10 +64,10 @@ def _set_units(a: Record, num_threads: int) -> None:
 
 
 def _beside(finish: Callable[..., None]) -> Any:
-    """Make the function for all steps of a product, in which each step also ends one row of the product before.
+    """Make the function for all steps of a product. Each step also writes a row's result of the product before.
 
-    Further arguments: the number of those rows, their sums, bias and target; bytes between targets, and bytes to the
-    next targets; bytes between rows that will be read soon, and the first of these rows.
+    Further arguments: the number of rows to write, and their sums, bias and target; the bytes between targets, and to
+    the next targets; the bytes between rows that will be read soon, and the first of these rows.
     """
 
     def end_row(builder: Any, step: Any, *others: Any) -> None:
@@ -88,7 +88,7 @@ _multiply_beside_ends, _multiply_beside_gates = _beside(emit_end), _beside(emit_
 
 @inlined
 def _lay_out(scratch: int, num_rows: int, laid_out: int) -> int:
-    """Lay out tiles for `num_rows` rows, unless `laid_out` says that they are; returns `num_rows`."""
+    """Lay out tiles for `num_rows` rows, if `laid_out` is another number. Returns `num_rows`."""
     if num_rows != laid_out:
         tiles.lay_out(scratch + _CONFIG, num_rows)
     return num_rows
@@ -147,17 +147,20 @@ def _expand(a: Any, scratch: int, panels: tuple[int, int], part: tuple[int, int]
 
 @inlined
 def _sums_of(a: Any, scratch: int, block: int, number: int) -> Any:
-    """The address of the sums of a block of rows and panel `number` of a unit; two places suffice if no sums wait."""
+    """The address of the sums of a block of rows and panel `number` of a unit.
+
+    If panels have only one part, no sums wait, and there are only two places for sums.
+    """
     place = number % 2 if a.part_steps == a.num_steps else block * MOST_PANELS + number
     return scratch + _SUMS + place * _BLOCK_SUMS_BYTES
 
 
 @inlined
 def _multiply_block(a: Any, scratch: int, row: int, block: int, panels: tuple[int, int], part: tuple[int, int]) -> None:
-    """Multiply 32 rows by expanded panels; the rows of one panel end during the product with the next.
+    """Multiply 32 rows by expanded panels. The results of one panel are written during the product with the next.
 
-    No row waits before the first panel, so nothing of its left neighbour is read or written. Lines ahead are only
-    prefetched, which is safe at any address.
+    No results wait during the product with the first panel, so the panel before it is neither read nor written. Lines
+    ahead are only prefetched, which is safe at any address.
     """
     stride, num_steps, waiting = a.row_bytes, part[1] - part[0], 0
     x = rows_of(a, panels[0]) + row * stride + part[0] * 64

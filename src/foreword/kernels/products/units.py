@@ -1,7 +1,7 @@
-"""The common parts of all workers of linear layers: their arguments, panels of compact weights, and the ends of rows.
+"""The common parts of all workers of linear layers: arguments, panels of compact weights, and the writing of results.
 
-A unit of work is some rows x some panels; threads take units from a counter. Some products are products of heads, side
-by side: each head has panels of its own, and rows of its own, one after the other.
+A unit of work is some rows x some panels; threads take units from a counter. Some layers multiply several heads, side
+by side: each head has its own panels, one head after the other, and its own rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PRODUCT = record(
     "num_rows",
     "width",  # columns of the result
     "num_steps",
-    "part_steps",  # steps of each part but the last
+    "part_steps",  # steps of each part, except the last part, which may have fewer
     "num_panels",
     "head_panels",  # panels of one head
     "head_bytes",  # bytes from a row of one head to the next head's row
@@ -44,7 +44,7 @@ PRODUCT = record(
 )
 """The arguments of a product: addresses, and counts."""
 SUMS_BYTES = 4 * PRODUCT_PANEL
-"""Bytes of the sums of one row and one panel."""
+"""The bytes of the sums of one row and one panel."""
 
 
 class ProductWorker(NamedTuple):
@@ -59,7 +59,7 @@ class ProductWorker(NamedTuple):
 
 
 def set_group(a: Record, group: int) -> None:
-    """Set the number of a unit's panels: `group`, or less if heads have panels of their own."""
+    """Set the number of a unit's panels: `group`, or a divisor of it if heads have panels of their own."""
     a["group"] = group if a["head_panels"] == a["num_panels"] else math.gcd(group, int(a["head_panels"]))
 
 
@@ -72,7 +72,7 @@ def _half(builder: Any, sums: Any, bias: Any, half: int) -> Any:
 
 
 def emit_end(builder: Any, sums: Any, bias: Any, target: Any) -> None:
-    """Write 32 sums of one row plus their bias as bfloat16."""
+    """Write 32 sums of one row, plus the sums' biases, as bfloat16."""
     for half in (0, 1):
         emit.store(builder, _bfloat16(builder, _half(builder, sums, bias, half)), target, 32 * half)
 
@@ -89,13 +89,13 @@ _write, _write_gate = emit.instructions("aaa")(emit_end), emit.instructions("aaa
 
 @inlined
 def rows_of(a: Any, panel: int) -> Any:
-    """Address of the rows that a panel multiplies."""
+    """The address of the rows that are multiplied by a panel."""
     return a.rows + panel // a.head_panels * a.head_bytes
 
 
 @inlined
 def target_of(a: Any, row: int, panel: int) -> Any:
-    """Address of a row's first element of a panel."""
+    """The address in the result of a row's first column of a panel."""
     place = row * a.width + panel // a.head_panels * a.head_gap
     return a.target + 2 * (place + panel * (PRODUCT_PANEL // 2 if a.gated else PRODUCT_PANEL))
 
@@ -108,7 +108,10 @@ def is_whole(a: Any, panel: int) -> Any:
 
 @inlined
 def end_rows(a: Any, staged: int, sums: int, row: int, numbers: tuple[int, int], panel: int) -> None:
-    """Write results of some of the rows from `row` on, from their sums; `staged`: 64 bytes of scratch memory."""
+    """Write the results of rows row + numbers[0] to row + numbers[1] (exclusive) of a panel, from the rows' sums.
+
+    `sums`: the sums of row number `row`, and then of the rows after it. `staged`: 64 bytes of scratch memory.
+    """
     whole = is_whole(a, panel)
     for number in range(numbers[0], numbers[1]):
         target = target_of(a, row + number, panel)

@@ -3,9 +3,9 @@
 The sign and mantissa of a bfloat16 (8 bits) are nearly random, but trained weights have few exponents: sixteen cover
 all but one weight in thousands. The lower byte, which is the mantissa and the exponent's last bit, is stored unchanged.
 The upper byte, which is the sign and the rest of the exponent, becomes a *code* of 4 bits: one of the eight most
-frequent, with either sign. The other weights are *exceptions*, which are stored separately and written over expanded
-codes. The idea is from DFloat11 (Zhang et al., 2025), which uses 11 bits and a Huffman code; codes of one length unpack
-in a few vector instructions.
+frequent values, with either sign. Weights with other upper bytes are *exceptions*, which are stored separately, and
+written over the expanded codes. The idea is from DFloat11 (Zhang et al., 2025), which uses 11 bits and a Huffman code.
+Here all codes have one length, so a few vector instructions unpack them.
 
     a step    1024 weights, two tiles, 32 rows of 32: eight groups of 192 bytes
     a group   64 bytes of codes      rows 0 and 1 in bits 0 to 3, rows 2 and 3 in bits 4 to 7
@@ -35,21 +35,21 @@ from foreword.kernels.runtime.huge_pages import HugePages
 STEP_WEIGHTS, STEP_BYTES = 1024, 1536
 STEP_GROUPS, GROUP_BYTES = 8, 192
 FAR, NEAR = 8, 2
-"""Weights are prefetched this many steps before their use: into the second cache, and from there into the first."""
+"""Weights are prefetched this many steps before their use: first into the second cache, then into the first cache."""
 NUM_CODES = 16
 COUNTED = 64
-"""About this number of a weight's outputs is enough to find the most frequent upper bytes.
+"""About this number of outputs of a weight matrix is enough to find the most frequent upper bytes.
 
 The counted outputs lie an odd number apart, so that they are not the same dimension of every head.
 """
 _NEVER = 2**31 - 1
 _WORDS, _BYTES = ir.VectorType(ir.IntType(16), 32), ir.VectorType(ir.IntType(8), 64)
 _OF_TWO_ROWS = [row * 32 + 8 * part + word for part in range(4) for row in (0, 1) for word in range(8)]
-"""The word of two rows to which each byte belongs."""
+"""[64]: the word, of 64 words in two rows, to which each of 64 bytes belongs."""
 HAS_BYTE_LOOK_UP = bool(llvm.get_host_cpu_features().get("avx512vbmi"))
-"""Whether this processor has the instruction that looks codes up; without it, these functions are not called."""
+"""Whether this processor has the instruction that looks codes up. If not, these functions are never called."""
 WEIGHTS = HugePages()
-"""Memory for all weights of the process, which share its regions."""
+"""Memory for all weights of the process. Weights share its regions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,10 @@ class CompactPanels:
     steps: npt.NDArray[np.uint16]
     """[panels, steps, 8, 3, 32]"""
     table: npt.NDArray[np.uint8]
-    """[64]: each code's upper byte, four times: two of the six bits that are looked up belong to other codes."""
+    """[64]: each code's upper byte, four times: a look-up takes six bits, of which two belong to another code."""
     exceptions: npt.NDArray[np.int32]
-    """[any, 2]: a weight's place in its panel, ascending, and its bits; a place beyond all weights ends each panel."""
+    """[any, 2]: a weight's place in its panel, ascending, and the weight's bits. The last entry of a panel has a place
+    beyond all weights."""
     starts: npt.NDArray[np.int64]
     """[panels]: the first entry of each panel in `exceptions`."""
 
@@ -97,7 +98,7 @@ def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int
                 return exceptions[:room]
 
     parts = [(num_panels * part // num_threads, num_panels * (part + 1) // num_threads) for part in range(num_threads)]
-    with ThreadPoolExecutor(num_threads) as pool:  # its end waits for all, so no address outlives its memory
+    with ThreadPoolExecutor(num_threads) as pool:  # it waits for its threads, so no address outlives its memory
         others = [pool.submit(run, part) for part in parts[1:]]
         of_parts = [run(parts[0]), *(other.result() for other in others)]
     for (first, last), before in zip(parts, np.cumsum([0, *map(len, of_parts[:-1])]), strict=True):
@@ -106,7 +107,7 @@ def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int
 
 
 def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8]]:
-    """From counts of upper bytes, make the code of each byte (NUM_CODES: no code) and the table of codes."""
+    """Make the code of each upper byte (NUM_CODES: no code), and the table of codes, from the counts of upper bytes."""
     commonest = np.argsort(-(counts[:128] + counts[128:]), kind="stable")[: NUM_CODES // 2]
     upper = np.concatenate([commonest, commonest + 128])
     codes = np.full(256, NUM_CODES, np.uint16)
@@ -157,7 +158,7 @@ def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: 
 
 @emit.instructions("aaa", types.intp)
 def compact_group(builder: Any, source: Any, codes: Any, target: Any) -> Any:
-    """Write the 192 bytes of a group of weights [4, 32]; return 0 if it has no exception. Exceptions get code 0."""
+    """Write the 192 bytes of a group of weights [4, 32]. Exceptions get code 0. Returns 0 if there is no exception."""
     tables = [emit.load(builder, codes, 64 * number, _WORDS) for number in range(8)]
     rows = [emit.load(builder, source, 64 * row, _WORDS) for row in range(4)]
     numbers = [_code_of(builder, tables, builder.lshr(bits, _word(8))) for bits in rows]
@@ -173,7 +174,7 @@ def compact_group(builder: Any, source: Any, codes: Any, target: Any) -> Any:
 
 
 def _code_of(builder: Any, tables: list[Any], upper: Any) -> Any:
-    """Look each upper byte up in 256 codes: four look-ups among 64."""
+    """Look each upper byte up in 256 codes: four look-ups among 64 codes, of which two bits choose one."""
     name = "llvm.x86.avx512.vpermi2var.hi.512"
     codes = [emit.call(builder, name, tables[two], upper, tables[two + 1]) for two in (0, 2, 4, 6)]
     for bit in (64, 128):
@@ -183,7 +184,7 @@ def _code_of(builder: Any, tables: list[Any], upper: Any) -> Any:
 
 
 def expanded(panels: CompactPanels) -> npt.NDArray[np.uint16]:
-    """All weights [panels, steps, 32, 32], as tiles hold them."""
+    """Expand all weights, [panels, steps, 32, 32], in the order of tiles."""
     stored = panels.steps.view(np.uint8)
     codes, lower = stored[:, :, :, :1], stored[:, :, :, 1:].astype(np.uint16)
     upper = panels.table[np.concatenate([codes % NUM_CODES, codes // NUM_CODES], axis=3)].astype(np.uint16)
@@ -201,7 +202,7 @@ def expanded(panels: CompactPanels) -> npt.NDArray[np.uint16]:
 def expand_step(builder: Any, source: Any, table: Any, target: Any, far: Any, near: Any) -> None:
     """Expand a step to 2048 bytes, without exceptions; prefetch the steps at `far` and `near` line by line.
 
-    If all lines were requested at once, they would wait for each other, and computation would wait for them.
+    If all lines were requested at once, the requests would wait for each other, and the computation for the requests.
     """
     upper = load_table(builder, table)
     for group in range(STEP_GROUPS):
@@ -210,7 +211,7 @@ def expand_step(builder: Any, source: Any, table: Any, target: Any, far: Any, ne
 
 
 def load_table(builder: Any, table: Any) -> Any:
-    """Load the upper bytes of codes for `emit_group`."""
+    """Load the table of codes' upper bytes, for `emit_group`."""
     return emit.load(builder, table, 0, _BYTES)
 
 
@@ -243,10 +244,10 @@ def _look_up(builder: Any, table: Any, codes: Any) -> Any:
 
 
 def emit_exceptions(builder: Any, entry: Any, place: Any, end: Any, target: Any) -> Any:
-    """Write the exceptions among a panel's weights place <= i < end; weight `place` lies at `target`.
+    """Write the exceptions among a panel's weights place <= i < end. The weight with i = place lies at `target`.
 
     `entry` is the address of an entry of `exceptions`, at or before the first of these exceptions. Returns the address
-    of the entry after the last of them.
+    of the entry after the last of these exceptions.
     """
     for limit, is_written in ((place, False), (end, True)):
         before, head = builder.block, builder.append_basic_block("entry")

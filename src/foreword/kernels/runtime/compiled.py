@@ -3,7 +3,7 @@
 There are four kinds of compiled functions:
 
     compiled          part of a kernel, compiled once for all its callers
-    inlined           part of a kernel with one caller, compiled into that: numba would otherwise optimise it twice
+    inlined           part of a kernel with one caller, compiled into the caller, so that numba optimises it only once
     cached()          called from Python; its machine code is kept on disk
     worker(RECORD)    called by address with a record of arguments; its machine code is kept on disk
 
@@ -53,14 +53,14 @@ def cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 class Worker:
-    """A C function that takes the address of a record. It is compiled when its address is asked for."""
+    """A C function that takes the address of a record. It is compiled when `address` is first read."""
 
     def __init__(self, function: Callable[..., None], record: np.dtype[np.void], signature: Any) -> None:
         self._function, self.record, self._signature = function, record, signature
 
     @functools.cached_property
     def function(self) -> Any:
-        """Owns the machine code."""
+        """The compiled function, which owns the machine code."""
         result: Any = CFunc(self._function, self._signature, locals={}, options={"error_model": "numpy"})
         result._cache = _cache_of(self._function)
         result.compile()
@@ -72,7 +72,7 @@ class Worker:
         return int(self.function.address)
 
     def offset(self, argument: str) -> int:
-        """Bytes from the record's address to one of its fields."""
+        """The bytes from the record's address to the field `argument`."""
         assert self.record.fields is not None
         return self.record.fields[argument][1]
 
@@ -88,7 +88,7 @@ def worker(record: np.dtype[np.void], num_integers: int = 0) -> Callable[[Callab
 
 
 def view(record: np.dtype[np.void]) -> Any:
-    """A numba function `at(address, index)`: record number `index` of an array of `record` in memory."""
+    """Make a numba function `at(address, index)`, which returns record number `index` of an array at `address`."""
     kind = from_dtype(record)
 
     @intrinsic
@@ -152,7 +152,7 @@ def _warn_once() -> None:
 
 @functools.cache
 def source_digest() -> str:
-    """A text that changes with any file that a kernel can inline, and with whether it may use tiles.
+    """A text that changes with each file that a kernel can inline, and with the result of `has_tiles`.
 
     Triton's files do not count, because Triton compiles them itself.
     """

@@ -1,8 +1,8 @@
 """Memory in huge pages, for weights and KV, which every step reads from end to end.
 
-A processor looks up the address of each page that it reads: with pages of 4 KiB once in 64 lines, and twice on a
-virtual machine. Linux gives pages of 2 MiB on request (`madvise`), if it has room. Other systems, and smaller memory,
-keep ordinary pages.
+A processor looks up the address of each page that it reads. With pages of 4 KiB that is one look-up for 64 cache lines,
+or two on a virtual machine. Linux gives pages of 2 MiB on request (`madvise`), if it has room. On other systems, and
+for less than 2 MiB, pages stay ordinary.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def allocate(num_bytes: int) -> Bytes:
 
 
 def provide(memory: Bytes) -> bool:
-    """Let the system provide memory now, not at its first write; its content stays, even if other threads write to it.
+    """Let the system provide memory now, not at its first write. The content stays, even if other threads write to it.
 
-    Return False if the system cannot (before Linux 5.14). Other threads run while it works.
+    Returns False if the system cannot do this (before Linux 5.14). Other Python threads run meanwhile.
     """
     if sys.platform != "linux" or not len(memory):
         return False
@@ -52,7 +52,7 @@ def provide(memory: Bytes) -> bool:
 
 
 def _reserve(num_bytes: int) -> tuple[Bytes, int]:
-    """Reserve memory with room for `num_bytes`; return it, and the position in it where these bytes begin."""
+    """Reserve memory with room for `num_bytes`. Returns the memory, and the position in it where these bytes begin."""
     room = num_bytes + HUGE_PAGE
     try:
         memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -67,7 +67,7 @@ def _reserve(num_bytes: int) -> tuple[Bytes, int]:
 
 
 class HugePages:
-    """Memory handed out in pieces, many of which share huge pages. A region is freed with the last of its pieces."""
+    """Gives out pieces of large regions, so that pieces share huge pages. A region is freed with its last piece."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -93,9 +93,9 @@ class HugePages:
     def touched_ahead(self, num_bytes: int) -> Iterator[None]:
         """While the caller does something else, a thread touches `num_bytes` of memory, until the first `allocate`.
 
-        The first write to a page takes time: 0.1 s a GB where the system has it at hand, 2 s where a virtual machine
-        must ask its host. At the end, memory that was not allocated goes back to the system, because a region of that
-        size must not stay for one other piece.
+        The first write to a page takes time: 0.1 s a GB if the system has free memory, and 2 s a GB if a virtual
+        machine must ask its host. At the end, memory that was not allocated goes back to the system. Otherwise a single
+        later piece could keep a region of this size in memory.
         """
         try:
             region, start = _reserve(num_bytes)

@@ -44,17 +44,17 @@ OPERATION = record("worker", "arguments")
 """Addresses of a worker and of its arguments."""
 WIRING = record("wires", "num_wires", "numbers", "counters")
 WIRE = record("target", "offset")
-"""The address of an argument, and the offset of its number in bytes."""
+"""The address of an argument, and the offset in bytes, in the array of numbers, of the argument's number."""
 
 Own = TypeVar("Own", bound="Operation")
 COUNTERS = 32
-"""Number of int64 counters of an operation; three are in use, each in its own cache line."""
+"""The number of int64 counters of an operation; three are in use, each in its own cache line."""
 PATIENCE = 256
-"""Number of checks after which a waiting thread lets others run."""
+"""The number of checks after which a waiting thread lets other threads run."""
 SLEEPLESS = 16
-"""Number of times that a waiting thread lets others run before it sleeps: about 0.1 ms. Most waits are shorter."""
+"""The number of times that a waiting thread lets others run before it sleeps: about 0.1 ms. Most waits are shorter."""
 SLEEPERS = 64
-"""Offset of the number of threads that sleep, from the first counter."""
+"""The offset in bytes, from the first counter, of the number of threads that sleep."""
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
 """Linux' number of the call that lets a thread sleep until a number in memory changes; 0: unknown."""
 FUTEX_WAIT, FUTEX_WAKE = 128, 129
@@ -87,18 +87,18 @@ class Operation:
 
 
 class OfThread(threading.local, Generic[Own]):
-    """An operation of each thread's own, made when a thread first asks for it."""
+    """Gives each thread an operation of its own, which is made when the thread first asks for it."""
 
     def __init__(self, make: Callable[[], Own]) -> None:
         self.operation = make()
 
 
 class Program:
-    """Operations that threads run one after the other: each begins after the one before has ended in all threads.
+    """Operations that all threads run, one after the other. An operation begins when all threads have ended the last.
 
-    Threads wait for each other for less than a microsecond; a new call from Python takes about thirty. A thread that
-    waits longer sleeps, because the thread that it waits for may need its processor. An operation uses the counters of
-    the last program that was made with it.
+    Threads wait for each other for less than a microsecond; a new call from Python takes about thirty microseconds. A
+    thread that waits longer sleeps, because the thread that it waits for may need its processor. An operation uses the
+    counters of the last program that was made with it.
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
@@ -124,10 +124,10 @@ class Program:
 
 
 class Wires:
-    """Copies numbers of one array to many operations. Python would take as long for one layer as this for all."""
+    """Copies numbers of one array to the arguments of many operations: all layers take as long as one in Python."""
 
     def __init__(self, wires: Sequence[tuple[Operation, str, int]]) -> None:
-        """Each of `wires`: an operation, one of its arguments, and the place of its number in the array."""
+        """Each of `wires`: an operation, the name of an argument, and the index of the number in the array."""
         self._operations = [operation for operation, _, _ in wires]
         places = [(owner.address + owner.worker.offset(argument), 8 * number) for owner, argument, number in wires]
         self._wires = np.array(places, WIRE)
@@ -146,7 +146,7 @@ class Wires:
 
 @emit.instructions("a", types.intp)
 def _load_shared(builder: Any, address: Any) -> Any:
-    """Read a 64-bit integer that threads change; their earlier writes to memory are then visible."""
+    """Read a 64-bit integer that threads change. The threads' earlier writes to memory are visible afterwards."""
     return builder.load_atomic(builder.inttoptr(address, emit.I64.as_pointer()), "acquire", 8)
 
 
@@ -184,7 +184,7 @@ _operation_at, _wire_at = view(OPERATION), view(WIRE)
 
 @compiled
 def _wait(a: Any, last: int) -> None:
-    """Wait until threads have ended operations `last` times: first spin, then sleep."""
+    """Wait until the number of operations that threads have ended, in all, is `last`: first spin, then sleep."""
     turns, ended = 0, _load_shared(a.counters)
     while ended < last and (turns < SLEEPLESS * PATIENCE or a.system_call == 0):
         _pause()
@@ -193,7 +193,7 @@ def _wait(a: Any, last: int) -> None:
             _call_for_number(a.give_way)
         ended = _load_shared(a.counters)
     if ended < last:
-        simd.fetch_add(a.counters + SLEEPERS, 1)  # before reading the count again: the last thread sees a sleeper
+        simd.fetch_add(a.counters + SLEEPERS, 1)  # before the count is read again, so that the last thread sees it
         ended = simd.fetch_add(a.counters, 0)
         while ended < last:
             _call_system(a.system_call, FUTEX, a.counters, FUTEX_WAIT, ended)  # returns at once if the count changed
@@ -270,7 +270,7 @@ logger = logging.getLogger(__name__)
 TURN_NS = 300_000
 """Nanoseconds after which another program may have a thread's processor; Linux chooses 1.4 ms or more."""
 MOST_IDLE = 64
-"""Most processors for which a team of idle threads is started: containers limit threads, too."""
+"""The most processors for which a team of idle threads is started, because containers limit the number of threads."""
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 """Linux' sched_attr: size, policy, flags, nice, priority, runtime (here: the turn), deadline, period."""
 _GET_AND_SET = {"x86_64": (315, 314), "aarch64": (275, 274)}.get(platform.machine() if sys.platform == "linux" else "")
@@ -300,9 +300,9 @@ def prepare_threads(num_threads: int | None) -> None:
 def _rest() -> bool:
     """Let the threads of an OpenMP that is already loaded rest while they wait; return whether that is possible.
 
-    GNU's OpenMP reads only once how long threads spin before they sleep: 300,000 turns, many milliseconds. If it has
-    more threads than processors, they spin for 100 turns. So this starts a team that is larger by one than the
-    processors, and sleeps forever.
+    GNU's OpenMP reads only once how long threads spin before they sleep: 300,000 turns, many milliseconds. If there are
+    more threads than processors, threads spin for only 100 turns. So this function starts a team with one thread more
+    than there are processors, and the team sleeps forever.
     """
     openmp = gnu_openmp()
     if openmp is None or openmp.omp_get_num_procs() > MOST_IDLE:

@@ -2,9 +2,9 @@
 
 A sort defines which token a draw takes, although no sort is done:
 
-    truncated        tokens by descending logit, equal ones by id; min_p, top_k and top_p each keep a beginning of that
-                     list; the token at which the running sum of weights passes uniform * sum
-    not truncated    the same, with the tokens by id
+    truncated        tokens by descending logit, equal logits by id; min_p, top_k and top_p each keep a beginning of
+                     this list; the draw takes the token at which the running sum of weights passes uniform * sum
+    not truncated    the same, with all tokens, by id
 
 The largest logit of each block of tokens shows which blocks have candidates. Candidates are partitioned about pivots,
 always on the side where the sum ends. So the number of candidates bounds the work.
@@ -46,16 +46,16 @@ SCALE, MIN_WEIGHT, TOP_K, TOP_P, UNIFORM = range(5)
 """Options of a draw: log2(e) / temperature; the least weight to keep; the number of tokens to keep, `vocab` for all
 tokens; the share of weight to keep, 1 for all weight; and a number in [0, 1)."""
 THREADS_SEEN = 1
-"""The number of the counter that numbers the threads. Each counter has a line of the cache, 8 numbers."""
+"""The index of the counter that gives threads their numbers. Each counter has its own cache line, 8 numbers."""
 _INFINITY = 0x7F800000
 SMALLER = 64.0
-"""Each try to collect a share's tokens goes down to weights that are smaller by this factor."""
+"""Each new try to collect the tokens of a top_p share includes weights that are smaller by this factor."""
 _SLACK = 1e-3
-"""The power of two by which a bound of logits is lowered for safety. The bound only has to be low enough."""
+"""A bound of logits is lowered by this exponent of 2, for safety. The bound only has to be low enough."""
 
 
 def scratch_bytes(vocab: int) -> int:
-    """Bytes that one thread needs, in whole lines of the cache."""
+    """The bytes of scratch memory that one thread needs, in whole cache lines."""
     return -(-(16 * (vocab + BLOCK) + 12 * (-(-vocab // BLOCK)) + 4 * BLOCK) // 64) * 64
 
 
@@ -69,9 +69,9 @@ def _swap(keys: Any, amounts: Any, first: int, second: int) -> None:
 def shortest_beginning(keys: Any, weights: Any, end: Any, target: Any, unit: int) -> tuple[Any, Any]:
     """Order candidates [0, end) so that the shortest beginning that adds up to `target` comes first.
 
-    Keys descend, and all keys differ. A candidate counts as `unit`, or as its weight if `unit` is 0; all candidates add
-    up to at least `target`. Returns the length and the sum of the beginning. Its last element is the first at which the
-    sum reaches `target`.
+    The order is by descending keys, and all keys differ. A candidate counts as `unit`, or as its weight if `unit` is 0;
+    all candidates must add up to at least `target`. Returns the length and the sum of the beginning. The sum reaches
+    `target` only at the last candidate of the beginning.
 
         0 .............. start ......... middle .......... end ................
         certainly inside  |   larger  | pivot |  smaller    |  certainly outside
@@ -86,7 +86,7 @@ def shortest_beginning(keys: Any, weights: Any, end: Any, target: Any, unit: int
             _swap(keys, weights, start, end - 1)
         pivot, middle = keys[end - 1], start
         larger: Any = np.int64(0)
-        for at in range(start, end - 1):  # without branches: half the branches would be predicted wrongly
+        for at in range(start, end - 1):  # without branches: the processor would predict half of them wrongly
             candidate, amount = keys[at], weights[at]
             is_larger = np.int64(candidate > pivot)
             keys[at], weights[at] = keys[middle], weights[middle]
@@ -150,7 +150,7 @@ def _collect(row: Any, options: Any, top: Any, bound: Any, scratch: Any) -> tupl
 
 @compiled
 def _kth_largest(top_k: int, scratch: Any) -> Any:
-    """The `top_k`-th largest of the blocks' keys. So at least `top_k` tokens have this key or a larger one."""
+    """The `top_k`-th largest of the blocks' largest keys. So at least `top_k` tokens have this key or a larger key."""
     _, largest, _, keys, weights = scratch
     for block in range(len(largest)):
         keys[block] = _packed_key(largest[block], block)
@@ -166,7 +166,7 @@ def _place(uniform: Any, total: Any) -> Any:
 
 @compiled
 def _first_of(row: Any, key32: Any, scratch: Any) -> Any:
-    """The first token with a key."""
+    """The first token with this key."""
     values, largest, _, _, _ = scratch
     for block in range(len(largest)):
         if largest[block] == key32:
@@ -286,10 +286,10 @@ BLOCK = 64
 """The number of tokens in a block. Each block's largest key and sum of weights are kept."""
 
 _LEAST_POWER = -64.0
-"""Powers below this one weigh nothing, as this power does."""
+"""A token weighs nothing if its exponent of 2 is this number or lower."""
 _ROUNDING, _WHOLE = 1.5 * 2.0**52, 2.0**52
-"""Added to a number, the first leaves the nearest whole number in the sum's last bits; so does the second for positive
-numbers."""
+"""If one of these is added to a number, the sum's last bits are the nearest whole number. _WHOLE does this only for
+positive numbers."""
 _LOW_BITS = (1 << 52) - 1
 _TERMS = [1.0]
 for _number in range(1, 12):  # the Taylor series of 2 ** x, |x| <= 1/2: the first term left out is below 2 ** -47
@@ -370,7 +370,7 @@ def weight(value: Any, top: Any, scale: Any) -> Any:
 def find_largest(row: Any, values: Any, keys: Any) -> Any:
     """Fill `keys` [blocks] with the largest key of each block of a row; returns the largest of all.
 
-    `values` [BLOCK] float32 is written, here and below.
+    `values` [BLOCK] float32 is overwritten, also by `add_weights`.
     """
     largest = np.int32(-(2**31))
     for block in range(len(keys)):

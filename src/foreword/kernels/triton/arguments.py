@@ -1,9 +1,9 @@
 """The arguments of the Triton attention kernels for a layer: tensors, strides, and compile-time constants.
 
 Sizes of tiles, warps and pipeline stages are fixed by element type and head size. Nothing is tuned at run time: two
-runs, or prefill and decoding, could choose different tiles, and another tile may give other bits. Both kinds take the
-same TOKENS, and tiles of 16 rows for each of their warps, so that a row lies in the same layout in both.
-`docs/benchmarks/triton-variants.md` lists the compiler's result for each.
+runs, or prefill and decoding, could choose different tiles, and another tile may give other bits. Prefill and decoding
+take the same TOKENS, and tiles of 16 rows for each warp, so that a row has the same layout in both kernels.
+`docs/benchmarks/triton-variants.md` lists the compiler's result for each variant.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LayerArguments:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Positional: query, keys, values, and slopes in units of log 2 (any tensor if the layer has no slopes)."""
+        """Positional arguments: query, keys, values, and slopes times log2(e) (any tensor if there are no slopes)."""
         slopes = self.options.slopes
         slopes = self.query if slopes is None else slopes.float() * LOG2_E
         return self.query, self.blocks.keys, self.blocks.values, slopes
@@ -86,7 +86,7 @@ class LayerArguments:
 
 
 def tile_constants(sizes: TileSizes) -> dict[str, int | bool]:
-    """The tile, warps and stages, and the treatment of multiply-adds, by name."""
+    """The constants of the tile, of warps and stages, and of the treatment of multiply-adds, by name."""
     return {
         "ROWS": sizes.rows,
         "TOKENS": sizes.tokens,
@@ -100,7 +100,7 @@ def tile_constants(sizes: TileSizes) -> dict[str, int | bool]:
 
 @dataclass(frozen=True, slots=True)
 class TileSizes:
-    """The sizes that a kernel is compiled for, besides the layer's shape."""
+    """The sizes for which a kernel is compiled, in addition to the layer's shape."""
 
     rows: int
     tokens: int
@@ -108,7 +108,7 @@ class TileSizes:
     """Head size rounded up to a power of two; elements beyond the head are masked."""
     value_width: int
     value_parts: int
-    """Programs that share a row's values; each computes the scores itself."""
+    """The number of programs among which a row's values are divided. Each program computes the scores itself."""
     num_warps: int
     num_stages: int
 
@@ -135,9 +135,9 @@ def prefill_sizes(dtype: torch.dtype, key_dim: int, value_dim: int) -> TileSizes
 def decode_sizes(dtype: torch.dtype, key_dim: int, value_dim: int) -> TileSizes:
     """Sizes for `attend_items`.
 
-    It has 64 rows, most of them masked where few requests share. The reason is that prefill uses a tensor core's
-    instruction for 64 rows on Hopper, and an instruction for 16 rows might sum in another order. Decoding waits for KV,
-    which is read only once in any case.
+    A tile has 64 rows, and most rows are masked if few requests share a chunk. The reason is that prefill uses a tensor
+    core's instruction for 64 rows on Hopper, and an instruction for 16 rows might sum in another order. This costs
+    little: decoding waits for KV, which is read only once in any case.
     """
     key_width, value_width = _width(key_dim), _width(value_dim)
     tokens = _tokens(dtype, key_width)

@@ -1,7 +1,7 @@
-"""The GPU kernels' door: torch tensors in, torch tensors out, and one array of metadata per step.
+"""Attention by Triton kernels: torch tensors in, torch tensors out, and one array of metadata per step.
 
-Without a GPU everything here runs in Triton's interpreter (TRITON_INTERPRET=1 before triton is imported), which is for
-tests.
+Without a GPU, for tests, everything here runs in Triton's interpreter (set TRITON_INTERPRET=1 before triton is
+imported).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from foreword.kernels.triton.prefill import attend_folds
 from foreword.kernels.triton.tile import LAUNCH, LOG2_E
 
 PROGRAMS_PER_PROCESSOR = 4
-"""Programs of `attend_items` for each multiprocessor. Programs take turns, so more programs would only wait."""
+"""Programs of `attend_items` for each multiprocessor. A program takes several units, so more programs would wait."""
 INTERPRETED_PROGRAMS = 3
 """The number of programs without a GPU. It is small, so that each program takes several turns, as on a GPU."""
 
@@ -42,7 +42,7 @@ class TritonAttention:
     """
 
     def __init__(self, *, share: bool = True) -> None:
-        """`share`: two-phase attention."""
+        """`share`: use two-phase attention."""
         self._sharing = Sharing(enabled=share)
         self._tile_queries = 16
         """The most queries of an item of decoding: enough to fill a tile, once the number of heads is known."""
@@ -61,11 +61,11 @@ class TritonAttention:
     def lay_out_decoding(
         self, batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int
     ) -> HostPlan:
-        """A plan of single tokens, in a shape that depends on nothing but the numbers given.
+        """A plan of single tokens. Its shape depends only on `num_rows`, `max_tokens` and `block_size`.
 
         Calls of `attend` with plans of one shape launch the same kernels with the same arguments, so a CUDA graph of
-        one plan serves all plans. It reserves partial results for `num_rows` contexts of `max_tokens`, 4 (value_dim +
-        2) bytes per head and 256 tokens, and spends no time on contexts that are not there.
+        one plan serves all plans. `attend` reserves memory for the partial results of `num_rows` contexts of
+        `max_tokens` tokens, 4 * (value_dim + 2) bytes per head and 256 tokens. Missing contexts take no time.
         """
         del scrap_block
         shape = decoding_shape(num_rows, max_tokens, block_size)
@@ -79,7 +79,7 @@ class TritonAttention:
         return "takes no KV in codes" if kv_format.is_coded else None
 
     def explain(self) -> str:
-        """Describe, in a text for people, what was shared since the kernel was made."""
+        """Describe, in a text for people, what requests shared since the kernel was made."""
         return self._sharing.explain()
 
     def attend(self, query: Tensor, blocks: KVBlocks, plan: TritonPlan, options: AttentionOptions) -> Tensor:
@@ -150,7 +150,7 @@ class TritonAttention:
         )
 
     def _programs(self, device: torch.device) -> int:
-        """Most programs of `attend_items` on a device."""
+        """The most programs of `attend_items` on a device."""
         if device not in self._num_programs:
             self._num_programs[device] = INTERPRETED_PROGRAMS
             if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""KV into slots, and blocks copied on write, on a GPU."""
+"""Writes KV into slots, and copies blocks (copy on write), on a GPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from foreword.kernels.kv_format import KVBlocks
 from foreword.kernels.triton.arguments import on_device
 
 _SEGMENT_WORDS = 2048
-"""Words of a page that a program copies."""
+"""The number of words of a page that one program copies."""
 _WORDS = (torch.int64, torch.int32, torch.uint8)
-"""Types of a copied word. The widest is chosen whose size divides all addresses and lengths of pages."""
+"""Possible types of a copied word. The widest type whose size divides all addresses and lengths of pages is chosen."""
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def write_rows(
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Program: one token's KV of all heads."""
+    """A program writes one token's KV of all heads."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     block, inside = slot // BLOCK_SIZE, slot % BLOCK_SIZE
@@ -64,7 +64,7 @@ def stage_pages(
     SEGMENT: tl.constexpr,
     OUT: tl.constexpr,
 ):
-    """Program: SEGMENT words of one copy in one tensor, from its source to the staging memory, or OUT to its target."""
+    """A program moves SEGMENT words of one copy in one tensor: from the source to staging or, if OUT, to the target."""
     tensor, copy = tl.program_id(1) % NUM_TENSORS, tl.program_id(1) // NUM_TENSORS
     length = tl.load(page_words + tensor)
     pages = tl.load(addresses + tensor).to(staging.dtype, bitcast=True)

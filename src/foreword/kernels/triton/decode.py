@@ -25,7 +25,7 @@ def attend_items(
     query,  # [tokens, heads, KEY_DIM]
     keys,  # [blocks, BLOCK_SIZE, kv_heads, KEY_DIM]
     values,  # [blocks, BLOCK_SIZE, kv_heads, VALUE_DIM]
-    slopes,  # float32 [heads], in units of log 2
+    slopes,  # float32 [heads], times log2(e)
     metadata,
     query_token_stride,
     query_head_stride,
@@ -52,7 +52,7 @@ def attend_items(
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Compute partial results. Program p of P takes units (item, KV head) p, p + P, p + 2P, ...; any P works."""
+    """Compute partial results. Program p of P, any number, computes the units (item, KV head) p, p + P, p + 2P, ..."""
     key_dim, value_dim = tl.arange(0, KEY_WIDTH), tl.arange(0, VALUE_WIDTH)
     num_units = tl.load(metadata + _NUM_ITEMS) * NUM_KV_HEADS
     for unit in tl.range(tl.program_id(0), num_units, tl.num_programs(0)):
@@ -121,7 +121,7 @@ def merge_chunks(
     output,  # [tokens, heads, VALUE_DIM], contiguous
     stats,  # float32 [slots, heads, 2]
     mixtures,  # float32 [slots, heads, VALUE_DIM]
-    sinks,  # float32 [heads], in units of log 2
+    sinks,  # float32 [heads], times log2(e)
     metadata,
     NUM_KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -133,7 +133,7 @@ def merge_chunks(
     HEADS: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Program: the results of one query and KV head; zeros for a row of padding."""
+    """A program computes the results of one query and KV head. A row of padding gets zeros."""
     group, value_dim = tl.arange(0, HEADS), tl.arange(0, VALUE_WIDTH)
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     head = kv_head * GROUPS + group

@@ -87,11 +87,11 @@ class HostPlan:
 
     @property
     def most(self) -> int:
-        """Length of the longest `data` of this shape."""
+        """The length of the longest `data` of this shape."""
         return self.shape.size
 
     def to(self, device: torch.device) -> TritonPlan:
-        """Copy the plan to a device, apart from other arrays."""
+        """Copy the plan alone to a device, without other arrays."""
         return TritonPlan(self.shape, torch.from_numpy(self.data).to(device))
 
     def at(self, metadata: Tensor) -> TritonPlan:
@@ -103,7 +103,7 @@ class HostPlan:
 
 
 def decoding_shape(num_rows: int, max_tokens: int, block_size: int) -> PlanShape:
-    """The shape with room for `num_rows` requests that decode one token each, with at most `max_tokens` tokens."""
+    """The shape with room for `num_rows` requests of at most `max_tokens` tokens, each of which decodes one token."""
     num_chunks = num_rows * -(-max_tokens // CHUNK)
     return PlanShape(
         num_tokens=num_rows,
@@ -135,8 +135,8 @@ def fitting_shape(step: StepPlan, tile_queries: int) -> PlanShape:
 def lay_out(step: StepPlan, tile_queries: int, shape: PlanShape) -> HostPlan:
     """A step's plan as one array, in a shape that holds it.
 
-    `tile_queries`: most queries of an item, which changes no result. Tables are cut to the shape's width: blocks
-    after a request's last token mean nothing.
+    `tile_queries`: the most queries of an item; it changes no result. Tables are cut to the shape's width, because
+    blocks after a request's last token have no meaning.
     """
     folds = step.items[: step.num_folds, 1:]
     items = _items(step, tile_queries)
@@ -160,7 +160,7 @@ def lay_out(step: StepPlan, tile_queries: int, shape: PlanShape) -> HostPlan:
 
 
 def lay_out_alone(batch: Batch, shape: PlanShape) -> HostPlan:
-    """`lay_out` for single tokens that share no KV, as in most decoding steps, in less than half the time."""
+    """`lay_out` for single tokens that share no KV, as in most decoding steps. Takes less than half the time."""
     num_chunks = batch.positions // CHUNK + 1
     ends = num_chunks.cumsum()
     assert ends[-1] <= shape.num_slots
@@ -176,7 +176,7 @@ def lay_out_alone(batch: Batch, shape: PlanShape) -> HostPlan:
 
 
 def _frame(shape: PlanShape, num_items: int, num_queries: int, tables: IntArray) -> IntArray:
-    """Make an array with header, padding and tables, whose other parts are written later."""
+    """Make a plan's array with its header, padding and tables. The caller writes the other parts."""
     assert num_items <= shape.num_items
     assert num_queries <= shape.num_queries
     width = min(tables.shape[1], shape.table_width)
@@ -194,7 +194,7 @@ def _frame(shape: PlanShape, num_items: int, num_queries: int, tables: IntArray)
 
 
 def _items(step: StepPlan, tile_queries: int) -> IntArray:
-    """The items of chunks, [items, 4], with queries in place of members, cut into at most `tile_queries` queries."""
+    """The items of chunks, [items, 4]: queries replace members, and an item has at most `tile_queries` queries."""
     _, chunk, first, last = step.items[step.num_folds :].T
     starts = np.zeros(len(step.members) + 1, np.int64)
     np.cumsum(step.requests[step.members, 1], out=starts[1:])

@@ -20,8 +20,8 @@ def attend_folds(
     query,  # [tokens, heads, KEY_DIM]
     keys,  # [blocks, BLOCK_SIZE, kv_heads, KEY_DIM]
     values,  # [blocks, BLOCK_SIZE, kv_heads, VALUE_DIM]
-    slopes,  # float32 [heads], in units of log 2
-    sinks,  # float32 [heads], in units of log 2
+    slopes,  # float32 [heads], times log2(e)
+    sinks,  # float32 [heads], times log2(e)
     metadata,
     query_token_stride,
     query_head_stride,
@@ -51,7 +51,7 @@ def attend_folds(
     VALUE_PARTS: tl.constexpr,
     ROW_TILES: tl.constexpr,
 ):
-    """Program: ROWS rows (query by query, head by head) of a fold, one KV head, one of VALUE_PARTS of the values."""
+    """A program computes ROWS rows (query by query, head by head) of a fold, one KV head, one of the VALUE_PARTS."""
     program = tl.program_id(0)
     first_row = program % ROW_TILES * ROWS
     part = program // ROW_TILES % VALUE_PARTS

@@ -3,8 +3,9 @@
 Prefill and decoding call the same functions, with tiles whose warps hold 16 rows each in the same layout, so a row's
 bits do not depend on which of the two computed it:
 
-1. KV is cut at absolute positions into chunks of 256 tokens, and these into steps of TOKENS. A row has one partial
-   result per chunk that it sees (peak, total, mixed: ChunkAttention's formulas, base 2), merged in ascending order.
+1. KV is cut at absolute positions into chunks of 256 tokens, and chunks into steps of TOKENS tokens. A row has one
+   partial result per chunk that it sees (peak, total, mixed: ChunkAttention's formulas, base 2). Partial results are
+   merged in ascending order of chunks.
 2. Sums over tokens and dimensions are matrix products and row sums of one shape each. Multiply-adds are spelt out, and
    kernels are launched with `LAUNCH`, so that no other multiplication and addition are fused.
 3. A step that a row does not see multiplies its results by exactly 1 and adds exactly 0. Values that no row of a tile
@@ -23,12 +24,12 @@ CHUNK = tl.constexpr(CHUNK_TOKENS)
 LOWEST = tl.constexpr(-3.0e38)
 """The peak of a row that sees nothing. It is finite, so that the difference of two such peaks is 0."""
 LAUNCH = {"enable_fp_fusion": False}
-"""Options of all launches, besides warps and stages."""
+"""The options of all launches, in addition to warps and stages."""
 
 
 @triton.jit
 def first_seen(position, WINDOW: tl.constexpr, LOCAL_CHUNK: tl.constexpr):
-    """Least position that a query at `position` sees."""
+    """The first position that a query at `position` sees."""
     if WINDOW > 0:
         return tl.maximum(position - WINDOW + 1, 0)
     elif LOCAL_CHUNK > 0:
@@ -66,7 +67,7 @@ def capped(scores, cap):
 
 @triton.jit
 def modified(products, factor, cap, slope, distance, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr):
-    """Scores [ROWS, TOKENS] in units of log 2: the step that `AttentionOptions.modify` describes.
+    """Scores [ROWS, TOKENS], as exponents of 2. Cap and bias are those of `AttentionOptions.modify`.
 
     `slope` [ROWS]; `distance` [ROWS, TOKENS]: positions of keys minus positions of queries.
     """
@@ -86,13 +87,13 @@ def attend_step(
     mixed,  # [ROWS, VALUE_WIDTH]
     keys,  # pointers [KEY_WIDTH]: dimensions of a KV head in slot 0
     values,  # pointers [VALUE_WIDTH]
-    key_dims,  # [KEY_WIDTH]: which dimensions there are
+    key_dims,  # [KEY_WIDTH]: whether the head has this dimension
     value_dims,  # [VALUE_WIDTH]
-    key_strides,  # of a block, of a token
+    key_strides,  # from block to block, from token to token
     value_strides,
     table,  # pointer to the request's block ids
     start,  # position of the first token
-    seen,  # positions that some row sees: from the first to the second
+    seen,  # (first, last + 1) of the positions that some row sees
     row_low,  # [ROWS]: the first position that a row sees
     row_high,  # [ROWS]: the row's position + 1, or 0
     factor,
@@ -150,7 +151,8 @@ def merge(peak, total, mixed, chunk_peak, chunk_total, chunk_mixed):
 def finish(peak, total, mixed, sinks, HAS_SINKS: tl.constexpr):
     """The rows' results: mixed / total, with a sink's weight in the total; 0 for rows that saw nothing.
 
-    Adding 0 makes a negative zero positive. Merging an unseen chunk does so too, and must not change a result.
+    Adding 0 makes a negative zero positive. The merge of an unseen chunk makes it positive too, and must not change a
+    result.
     """
     if HAS_SINKS:
         new_peak = tl.maximum(peak, sinks)
