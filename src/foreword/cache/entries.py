@@ -204,7 +204,7 @@ class EntryKeeper:
                 self._entries.pop(str(name), None)
 
     def _cached_blocks(self, sequence: TokenSequence) -> tuple[BlockIds, Int64Array]:
-        """Cached blocks of a sequence in all groups, in the order of their ends, and the position of each end."""
+        """A sequence's cached blocks in all groups, ordered by the positions where they end, and these positions."""
         tables = self._coordinator.find_longest_cache_hit(sequence).tables
         sizes = self._coordinator.block_sizes
         ends = [np.arange(1, len(table) + 1) * size for table, size in zip(tables, sizes, strict=True)]

@@ -170,7 +170,7 @@ class KVCacheManager(EntryKeeper):
         return replace(hit, resumed=resumed, forked=forked) if resumed or forked else hit
 
     def explain(self, sequence: TokenSequence, hit: PrefixHit | None = None) -> LookupExplanation:
-        """Say why the tokens of `sequence` after `hit` were not found. None: the hit that the next step would find.
+        """Say why the tokens of `sequence` after `hit` were not found; None: after the hit of the next step.
 
         Changes nothing. Call this before the sequence is admitted; afterwards a lookup finds the sequence's own blocks.
         Raises ConfigError without a ledger.
@@ -324,7 +324,7 @@ class KVCacheManager(EntryKeeper):
         return max(0, int((self._quiet_until[rows] - self._num_slots[rows]).min()))
 
     def _allocate_busy(self, rows: Int64Array, ends: Int64Array) -> int:
-        """Take, release and index blocks for rows, in order, until too few are free. Returns the number of rows."""
+        """Take, release and index rows' blocks, in order, while enough are free. Returns the number of rows served."""
         starts = self._num_slots[rows]
         served = self._coordinator.grow_each(rows, starts, ends)
         if served < len(rows):
@@ -527,7 +527,7 @@ class KVCacheManager(EntryKeeper):
         return policy.chance_of_return(num_blocks) if isinstance(policy, LearningPolicy) else 1.0
 
     def take_blocks(self, count: int) -> BlockIds | None:
-        """Take blocks to fill; no lookup finds them before `adopt`. None, and no change, if fewer blocks are free."""
+        """Take blocks to fill; no lookup finds them before `adopt`. If fewer are free, takes none and returns None."""
         if count > self.get_num_free_blocks():
             return None
         block_ids = self._pool.get_new_blocks(count)

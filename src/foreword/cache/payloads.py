@@ -84,7 +84,7 @@ class PayloadCache(Generic[Payload]):
     returns the longest payload whose tokens are all in the sequence, and shorter payloads stay.
 
     At the end of a call, `on_evict` gets each payload that has left memory, except payloads that `take_out` took.
-    `on_evict` must not call the cache. A payload that is read from disk may exceed `max_bytes` until others left.
+    `on_evict` must not call the cache. While a payload is read from disk, memory may hold more than `max_bytes`.
     `max_entries` limits the payloads in memory and on disk together. Only one thread may use the cache at a time.
     Raises ConfigError for limits below 1.
     """

@@ -107,8 +107,8 @@ class SlotIndex:
     ) -> SlotMatch:
         """Give the cache the slots of computed tokens; returns the match of these tokens, which is not locked.
 
-        `slots` has one entry for each whole block of `token_ids`. Where the cache has a slot for the same tokens, it
-        keeps its own slot: `slots[slots != match.slots]` still belong to the engine, which may free them once nobody
+        `slots` has one entry for each whole block of `token_ids`. If the cache already has a slot for the same tokens,
+        it keeps that slot: `slots[slots != match.slots]` still belong to the engine, which may free them once nobody
         reads them. The other slots now belong to the cache. Raises AllocationError, and changes nothing, for slots that
         the engine does not own, and for a wrong number of slots.
         """

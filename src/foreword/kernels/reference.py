@@ -33,9 +33,9 @@ from foreword.batch import Batch, IntArray
 from foreword.kernels.kv_format import KVBlocks
 
 CHUNK_TOKENS = 256
-"""Length of a chunk of KV (rounded down to whole blocks, at least one block)."""
+"""The number of tokens in a chunk of KV (rounded down to whole blocks, at least one block)."""
 TILE_QUERIES = 256
-"""Most queries of one request that share a tile."""
+"""The most queries of one request that share a tile."""
 ROW_MULTIPLE = 16
 _LOWEST = torch.finfo(torch.float32).min
 Position = TypeVar("Position", int, Tensor)

@@ -97,7 +97,7 @@ def choose_kernel(
 ) -> AttentionKernel:
     """The kernel called `name`, for a model's layers. "auto" takes plain torch if the compiled kernel refuses a layer.
 
-    Raises ConfigError if any other `name` refuses a layer.
+    Raises ConfigError if the kernel of another `name` refuses a layer.
     """
     kernel = make_kernel(name, device)
     problem = next((reason for layer in layers if (reason := kernel.why_not(kv_format, layer))), None)

@@ -22,7 +22,7 @@ import numpy as np
 from foreword.batch import Batch, Int64Array, IntArray
 
 CHUNK = 256
-"""Tokens per chunk of KV. Chunks begin at multiples of it. In every compiled kernel a partial result covers a chunk."""
+"""Tokens per chunk of KV. Chunks begin at multiples of CHUNK. A partial result of a compiled kernel covers a chunk."""
 FOLD_QUERIES = 64
 """The most queries of one request that are computed together, chunk after chunk."""
 FOLD, SHARED, LEADING = range(3)

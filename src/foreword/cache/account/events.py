@@ -1,6 +1,6 @@
 """Events of the cache: which prefixes it starts and stops holding.
 
-The events and their fields are those that vLLM publishes. Keys are bytes, and `medium` is "device" for vLLM's "GPU".
+The events and their fields are those that vLLM publishes. Keys are bytes, and `medium` is "device", not vLLM's "GPU".
 """
 
 from __future__ import annotations

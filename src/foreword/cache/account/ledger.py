@@ -39,7 +39,7 @@ class MissReason(enum.StrEnum):
     NEVER_SEEN = "never_seen"
     EVICTED = "evicted"
     PARTIAL_BLOCK = "partial_block"
-    """The rest does not fill a block, and this index keeps only full blocks."""
+    """The rest of the prompt does not fill a block, and this index keeps only full blocks."""
     SALT_DIFFERS = "salt_differs"
     """The tokens are cached, but under another salt."""
     ADAPTER_DIFFERS = "adapter_differs"
@@ -48,19 +48,19 @@ class MissReason(enum.StrEnum):
     STATE_NOT_SAVED = "state_not_saved"
     """Keys and values of more tokens are cached, but no recurrent state was saved after them."""
     LOOKUP_SKIPPED = "lookup_skipped"
-    """The request asked for its whole prompt, or the rest of it, to be computed."""
+    """The request asked that its whole prompt, or the rest of the prompt, be computed."""
     IN_FLIGHT = "in_flight"
-    """Another request is computing it right now."""
+    """Another request is computing this part right now."""
     LOADING = "loading"
-    """It is being loaded from a tier, or was being loaded when the request stopped waiting."""
+    """This part is being loaded from a tier, or was being loaded when the request stopped waiting."""
     IN_TIER = "in_tier"
-    """A tier has it: a request loads it if that is faster than computing it."""
+    """A tier has this part. A request loads the part if loading is faster than computing."""
     DROPPED_BY_ADMISSION = "dropped_by_admission"
-    """It was computed but not stored in a tier, because of the admission rule, the daily limit or a lack of room."""
+    """This part was computed but not stored in a tier: the admission rule, the daily limit or the room forbade it."""
     TIER_OTHER_ARITHMETIC = "tier_other_arithmetic"
-    """A tier has it, computed by other kernels, another version or another processor."""
+    """A tier has this part, but computed by other kernels, another version or another processor."""
     TIER_OTHER_MODEL = "tier_other_model"
-    """A tier has it, computed with other weights, or cached in another layout or number format."""
+    """A tier has this part, but computed with other weights, or cached in another layout or number format."""
 
 
 class EvictionCause(enum.StrEnum):
@@ -103,9 +103,9 @@ class KeyWatcher(Protocol):
 
 
 class GroupLedger:
-    """The account of one group. Each of its blocks covers `width` blocks of a sequence.
+    """The account of one group.
 
-    A group's block has the key of the last of these blocks.
+    A block of the group covers `width` blocks of a sequence, and has the key of the last of these blocks.
     """
 
     def __init__(self, num_blocks: int, group_id: int, width: int, events: EventLog | None) -> None:
@@ -193,8 +193,8 @@ class GroupLedger:
     def drop_oldest_ghosts(self) -> None:
         """Keep at most one ghost for each block of the pool.
 
-        Call this only after a request that evicted blocks has stored its own blocks: in a pool of twice the size, the
-        request would have evicted blocks only for its new tokens.
+        Call this only after a request that evicted blocks has stored its own blocks, which removes the ghosts among
+        them. In a pool of twice the size, these ghosts would have been hits, for which no block is evicted.
         """
         while len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)

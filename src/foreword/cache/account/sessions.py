@@ -43,7 +43,7 @@ class SessionBlocks:
         """Row -> its session's number, and the number of its leading blocks that everybody may use."""
 
     def begin(self, session: Hashable, request_id: str, row: int, num_public_blocks: int = 0) -> None:
-        """Count a row's blocks for a session. A preempted request keeps the session's number from its first begin."""
+        """Count a row's blocks for a session. A preempted request keeps the session's number that it began with."""
         number = self._of_request.get(request_id)
         if number is None:
             number = self._of_request[request_id] = self._number_of(session)

@@ -19,7 +19,7 @@ class PrefixCacheStats:
     """Totals since the last reset. A new total needs only a field and a line that counts: readers iterate over fields.
 
     `requests`, `queries` and `hits` count each prompt once, when it is first admitted, so they show what earlier
-    traffic left in the cache. Two kinds of lookups find tokens of the same prompt; they have counters of their own:
+    traffic left in the cache. Two kinds of lookups find a prompt's own tokens, and have counters of their own:
 
         preempted_*   a request that resumes after preemption looks its own tokens up again (as in vLLM)
         forked_*      of `n` answers to one prompt, the second and later answers find tokens that the first computes

@@ -1,7 +1,7 @@
 """Eviction policies: the protocol by which a pool calls a policy, and a base class for policies.
 
 Giving away a free block that holds nothing costs nothing, so every policy gives such blocks away first. The last freed
-block goes first, because its memory is most likely still in a processor's cache. All policies take many blocks a call.
+block goes first, because its memory is most likely still in a processor's cache. A call takes many blocks at once.
 
 A good order takes the tail of a prefix before its head: a head without its tail is still a hit, but a tail without its
 head can never be found. Policies break ties by the order of freeing, and requests free their last block first.
@@ -48,7 +48,7 @@ class EvictionPolicy(Protocol):
         """Give away the first `count` blocks, at most `len(self)`; after that they are held and hold nothing."""
 
     def in_order(self) -> BlockIds:
-        """All free blocks in the order in which they would be given away (a copy). Changes nothing."""
+        """A new array of all free blocks, in the order in which they would be given away. Changes nothing."""
 
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
         """Record that these held blocks, which held nothing, were cached; block i is number `depths[i]` of its prefix.
@@ -59,8 +59,8 @@ class EvictionPolicy(Protocol):
     def note_hit(self, block_ids: BlockIds) -> None:
         """Record that a lookup found these blocks and that a request holds them now.
 
-        This may change how late the blocks are evicted after they are freed. The order of the free blocks does not
-        change.
+        After a hit, the blocks may be evicted later, once they are free again. The order of the free blocks does not
+        change now.
         """
 
     def note_forgotten(self, block_ids: BlockIds) -> None:

@@ -46,18 +46,18 @@ NEIGHBOUR_WEIGHTS = (0.5, 0.25, 0.125)
 """Weights of the evidence from sizes one, two and three classes away. Without them, the results depend on where
 classes happen to end."""
 HORIZON = 32
-"""The highest age that the policy distinguishes is this factor times the number of blocks in the pool (in uses)."""
+"""The highest age that the policy distinguishes, in uses per block of the pool."""
 MIN_REMEMBERED = 1 << 16
 """The number of uses that the policy remembers at least, even in a small pool."""
 PRIOR_HAZARD = 0.05
-"""The hazard of every bin before there is evidence. With it, a block's value falls with age: the order is LRU."""
+"""The hazard of every bin of ages before there is evidence. With it, a block's value falls with age, as in LRU."""
 PRIOR_WEIGHT = 20.0
 SHRINKAGE = 10.0
 """A class with this number of observed blocks is estimated half from these blocks, half from the average class."""
 MEMORY_USES = 200_000
-"""The number of uses after which evidence counts half, in small pools (see MEMORY_CAPACITIES)."""
+"""In small pools, evidence counts half after this number of uses."""
 MEMORY_CAPACITIES = 16
-"""In large pools, evidence counts half after this factor times the number of blocks in the pool (in uses)."""
+"""In large pools, evidence counts half after this number of uses per block of the pool."""
 BINS_PER_DOUBLING = 2
 STEPS_PER_DOUBLING = 4
 """Values within one step count as equal, and the order is LRU, because estimates are not more precise than a step."""
@@ -180,7 +180,7 @@ class _Hazards:
         self.reached: FloatArray = np.zeros((NUM_CLASSES, len(edges)))
         self.hit: FloatArray = np.zeros((NUM_CLASSES, len(edges)))
         self.counted_to: Int64Array = np.zeros(len(edges), np.int64)
-        """For each edge, the first use that has not been counted there."""
+        """For each edge, the number of the first use that has not been counted at this edge."""
         self._value: FloatArray = np.empty_like(self.reached)
         self._chance: FloatArray = np.empty(NUM_CLASSES)
         self.settle()

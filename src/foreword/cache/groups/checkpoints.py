@@ -30,7 +30,7 @@ MAX_SEEN_KEYS = 1 << 16
 
 @dataclass(slots=True)
 class StateCheckpoints:
-    """The rules above for one set of groups. Remembers the keys of earlier prompts."""
+    """Decides where one set of groups saves states. Remembers the keys of earlier prompts."""
 
     grid: int
     """Steps end at multiples of this number of tokens, or at the end of the known tokens."""

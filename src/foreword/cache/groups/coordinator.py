@@ -33,7 +33,7 @@ Keys = Sequence[BlockHash]
 
 
 class KVCacheCoordinator(ABC):
-    """Tables of any groups over one pool. Subclasses fill an index with the contents of blocks, and find them."""
+    """Tables of any groups over one pool. Subclasses index the contents of blocks, and look blocks up."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class KVCacheCoordinator(ABC):
     def admit(self, hit: PrefixHit, num_tokens: int) -> tuple[int, BlockIds] | None:
         """Open a row with the hit's blocks and room for `num_tokens` tokens; returns the row and the new blocks.
 
-        None, and no change, if too few blocks are free.
+        Returns None, and changes nothing, if too few blocks are free.
         """
         hit_ids = self._needed(hit.tables)
         num_new = self._num_admission_blocks(hit, num_tokens)
@@ -238,8 +238,8 @@ class KVCacheCoordinator(ABC):
     def grow(self, row: int, start: int, end: int) -> BlockIds | None:
         """Make room for positions `start` to `end` (exclusive); the positions before `start` are computed.
 
-        First releases the blocks that are no longer needed. Returns the new blocks; None, and no change, if too few
-        blocks are free.
+        First releases the blocks that are no longer needed. Returns the new blocks. Returns None, and changes nothing,
+        if too few blocks are free.
         """
         num_new = 0
         for manager in self.managers:
@@ -281,8 +281,8 @@ class KVCacheCoordinator(ABC):
         num_new = int(counts.sum())
         if num_new > self.pool.get_num_free_blocks():
             return self._grow_one_by_one(rows, starts, ends)
-        # The rows get the same blocks as with one call for each row: they take blocks from the queue's head, in order,
-        # which were free before this call. The blocks that the rows release join the queue's tail.
+        # The rows get the same blocks as with one call for each row. In order, they take blocks from the queue's head
+        # that were free before this call, because blocks that the rows release join the queue's tail.
         if self._releases:
             self._release_each(rows, starts)
         if num_new:

@@ -59,7 +59,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         return [self.index.num_indexed(group_id) for group_id in range(len(self.managers))]
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
-        """Each group lowers the bound to its longest hit, until a whole round leaves the bound unchanged.
+        """Lower a bound of the hit's length to each group's longest hit, until a round of all groups changes nothing.
 
         Each group returns its longest hit within the bound. So the bound never falls below the longest common hit, and
         a bound that all groups accept is a common hit.

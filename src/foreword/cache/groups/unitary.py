@@ -130,7 +130,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             self._ledger.tails.stored(sequence, num_tokens, block_id)
 
     def cache_blocks_each(self, rows: Int64Array, sequence_of: SequenceOfRow, ends: Int64Array) -> None:
-        """`cache_blocks` for many rows. If each row has filled exactly one block, it indexes all in one call."""
+        """`cache_blocks` for many rows. If each row has filled exactly one block, one call indexes all the blocks."""
         num_indexed = self._manager.num_indexed
         last = (ends // self._size - 1).astype(np.int32)
         listed, numbers = rows.tolist(), last.tolist()

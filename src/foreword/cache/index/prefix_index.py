@@ -28,9 +28,9 @@ class PrefixMatch:
     """The indexed beginning of a sequence."""
 
     block_ids: BlockIds
-    """The block ids of its leading full blocks."""
+    """The ids of the blocks that hold the sequence's leading full blocks."""
     partial: PartialBlock | None = None
-    """A block whose first tokens follow the full blocks. None: there is none, or the index finds only full blocks."""
+    """A block whose first tokens match after the full blocks; None if there is none, or if the index finds none."""
 
 
 NO_MATCH = PrefixMatch(np.empty(0, np.int32))

@@ -57,7 +57,7 @@ MAX_CHILDREN = 1024
 
 
 class RadixNode:
-    """The tokens at positions `start` to `end` (exclusive) of all sequences that pass through."""
+    """The tokens at positions `start` to `end` (exclusive) of all sequences that pass through this node."""
 
     __slots__ = ("block_ids", "children", "node_id", "num_cuts", "parent", "start", "tail", "tokens")
 
@@ -73,7 +73,7 @@ class RadixNode:
         self.children: dict[int, RadixNode] = {}
         """Children by first token."""
         self.num_cuts = 0
-        """The number of times that its end was trimmed; other tokens may then replace the trimmed tokens."""
+        """The number of times that the node's end was trimmed. Other tokens may later replace the trimmed tokens."""
         self.tail = NO_TAIL
         """The block that holds the tokens after the last full block, if this node ends inside a block."""
 
@@ -386,7 +386,7 @@ class RadixIndex:
         return forgotten
 
     def _drop_tail(self, node: RadixNode) -> list[int]:
-        """Forget the tail at a node's end. Returns a list of its block, empty if the node has no tail."""
+        """Forget the tail at a node's end. Returns a list of the tail's block, which is empty if there is no tail."""
         tail, node.tail = node.tail, NO_TAIL
         if tail == NO_TAIL:
             return []

@@ -96,7 +96,7 @@ class SpanNumbers:
         return len(self._first_of)
 
     def is_full(self, new: Iterable[Placed]) -> bool:
-        """Whether `keep` must be called before these are added. `keep` costs amortised O(1) per stretch."""
+        """Whether `keep` must be called before these stretches are added. It costs amortised O(1) per stretch."""
         num_tokens = sum(stretch.num_tokens for _, stretch in new)
         return len(self._first_of) >= self._limit or self._next - num_tokens < LOWEST
 

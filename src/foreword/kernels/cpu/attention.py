@@ -31,12 +31,12 @@ from foreword.kernels.runtime.threads import Operation, Program
 from foreword.kernels.step_plan import FOLD, FOLD_QUERIES, LEADING, Sharing, StepPlan
 
 ALONE_UNITS, ALONE_PARTIALS = 4, 512
-"""Up to this number of items times KV heads, or of partial results, the calling thread works alone: about 20 us."""
+"""The calling thread works alone if items times KV heads, or partial results, are at most these: about 20 us."""
 
 FOLD_ROWS, FEWEST_FOLD_QUERIES = 1024, 16
-"""The most rows of a fold, and the least limit of its queries. A row is one query of one head. Rows should stay in a
-core's cache, so folds have fewer queries if many heads share a KV head. With 128 heads, small folds are 15% faster, and
-leave more items to threads (docs/decisions/0057)."""
+"""The most rows of a fold. A row is one query of one head. Rows should stay in a core's cache, so folds have fewer
+queries if many heads share a KV head, but the limit is never below FEWEST_FOLD_QUERIES. With 128 heads, small folds are
+15% faster, and leave more items to threads (docs/decisions/0057)."""
 
 PLAN_ARGUMENTS = "tables table_width block_size requests seen_to items num_items members merges num_merges".split()
 STEP_ARGUMENTS = *PLAN_ARGUMENTS, "partial_stats", "partial_mixed", "scratch", "scratch_bytes"
@@ -115,7 +115,7 @@ class AttentionOperations:
             a["scale"], a["softcap"] = options.scale, options.softcap or 0.0
 
     def bind_rows(self, query: tuple[int, int, int], output: int) -> None:
-        """Take `query` (address, bytes of a token, bytes of a head) and the address of the output.
+        """Set `query` (address, bytes from token to token, bytes from head to head) and the address of the output.
 
         The output [rows, heads, value_dim] has the type of `set_layer`.
         """
@@ -246,7 +246,7 @@ class JoinedItems:
     items: Int64Array
     """[items, 4]: items as in `StepPlan.items`, and (LEADING, number of chunks, first member, last member + 1)."""
     merges: Int64Array
-    """[queries, 3]: request, query, and the number of leading chunks that are merged already, in chunk 0's slot."""
+    """[queries, 3]: request, query, and the number of leading chunks, whose merged result is in chunk 0's slot."""
 
 
 class LeadingChunks:

@@ -2,7 +2,7 @@
 
 Compiled by numba. Packed vectors hold 16 tokens of keys, or 16 dimensions of values. If rows are few, keys and values
 are multiplied where they lie, because packing a chunk and reading it again takes longer than multiplying it by the rows
-of one decoding request. Arithmetic and its order are the same. Every 16 tokens prefetch an equal part of the next
+of one decoding request. The arithmetic and its order do not change. Every 16 tokens prefetch an equal part of the next
 chunk, so that requests to memory do not queue. On a Zen 4 processor, attention of decoding requests then takes 0.6 to
 0.8 of the time that it takes with packed chunks, and steps of 16 requests are 6 to 10% faster
 (docs/decisions/0008-cpu-attention.md).

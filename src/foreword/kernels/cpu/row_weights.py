@@ -195,7 +195,9 @@ def weigh_in_tiles(a: Any, s: Any, rows: tuple[int, int], bounds: tuple[int, int
 def _multiply_keys(
     a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int], scores: int, score_bytes: int
 ) -> None:
-    """Compute scores of panels' tokens, rows `score_bytes` apart; `scores`: the place of the chunk's first score."""
+    """Compute the scores of panels' tokens. `scores`: the address of the chunk's first score; rows are `score_bytes`
+    apart.
+    """
     num_rows, words = rows[1] - rows[0], a.key_words
     queries = s.row_queries + rows[0] * words * 4
     for panel in range(panels[0], panels[1], KV_PANEL):
@@ -221,7 +223,7 @@ def _end_of_alike(table: int, row: int, end: int) -> Any:
 def _weigh_group(
     a: Any, s: Any, group: tuple[int, int, int], panel: int, scores: tuple[int, int], seen_by_all: bool
 ) -> None:
-    """Compute the weights of rows that see the same tokens, and also peaks, if the panel has the first such tokens.
+    """Compute the weights of rows that see the same tokens, and the rows' peaks if these tokens begin in the panel.
 
     `group`: the first row's number in the table and in the part, and the number of rows; `scores`: the address of the
     first row's scores, and the bytes between rows.

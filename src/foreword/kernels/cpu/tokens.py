@@ -31,7 +31,7 @@ def seen_to(a: Any, entry: Any, query: int) -> Any:
 
 @compiled
 def find_tokens(a: Any, s: Any, request: int, chunk: int, low: int, high: int) -> None:
-    """Write the addresses of a chunk's keys and values, token by token. A token that no row sees gets zeros' address.
+    """Write the addresses of a chunk's keys and values, by token. A token that no row sees gets the address of zeros.
 
     The addresses hold for all heads, so the next unit of work often finds its addresses here already. At the beginning
     of a layer, FOUND must have the request -1, because each layer has its own KV.

@@ -17,9 +17,9 @@ One thread computes an item of work for one KV head:
               leaves partial results, which a second pass merges row by row                  (decoding)
     leading   the first chunks of requests that share them: merges at once, then leaves partial results
 
-Keys are packed so that 16 tokens fill a vector, values so that 16 dimensions fill it; queries and weights are
-broadcast. Where the processor multiplies pairs of bfloat16, weights are rounded to bfloat16 first (and summed rounded).
-With vectors of pairs, few rows multiply keys and values where they lie (`chunk.py`).
+Keys are packed so that 16 tokens fill a vector, values so that 16 dimensions fill a vector; queries and weights are
+broadcast. If the processor multiplies pairs of bfloat16, weights are first rounded to bfloat16, and the rounded weights
+are summed. With vectors of pairs, few rows multiply keys and values where they lie (`chunk.py`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ A weight is 2 ** (factor * score - peak) as bfloat16. A bfloat16 keeps 8 bits, s
     fraction f       float16    512 * (2 ** f - 1 - f) by a polynomial, also an integer
     x + f            16 bits    7 bits of exponent, 9 of mantissa; rounded, without the last two bits: a bfloat16
 
-A polynomial that yields 1024 + n in float16 has n in its last bits, and so has 2 ** 23 + n in float32. The other bits
-only add to the exponent, which explains the 76 above.
+A polynomial that yields 1024 + n in float16 has n in its last bits. In the same way, 2 ** 23 + n in float32 has n in
+its last bits. The other bits only add to the exponent; this is the reason for the 76 above.
 
 The peak is MARGIN above the largest score that a row has when its first weights are computed. Weights between 2 ** -76
 and 1 are right. Smaller weights become 2 ** -76, larger weights nearly 2. Weights thousands of powers below the peak

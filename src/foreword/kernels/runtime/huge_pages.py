@@ -77,7 +77,7 @@ class HugePages:
         self._is_touched = False
 
     def allocate(self, num_bytes: int) -> Bytes:
-        """[num_bytes], beginning at a cache line. Raises MemoryError if the system refuses."""
+        """A piece of memory, [num_bytes], that begins at a cache line. Raises MemoryError if the system refuses."""
         with self._lock:
             self._stop_touching()
             region = None if self._region is None else self._region()

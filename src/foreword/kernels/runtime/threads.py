@@ -44,7 +44,7 @@ OPERATION = record("worker", "arguments")
 """Addresses of a worker and of its arguments."""
 WIRING = record("wires", "num_wires", "numbers", "counters")
 WIRE = record("target", "offset")
-"""The address of an argument, and the offset in bytes, in the array of numbers, of the argument's number."""
+"""The address of an argument, and the offset in bytes at which the array of numbers has the argument's number."""
 
 Own = TypeVar("Own", bound="Operation")
 COUNTERS = 32
@@ -94,7 +94,7 @@ class OfThread(threading.local, Generic[Own]):
 
 
 class Program:
-    """Operations that all threads run, one after the other. An operation begins when all threads have ended the last.
+    """Operations that all threads run in order. An operation begins when all threads have ended the one before it.
 
     Threads wait for each other for less than a microsecond; a new call from Python takes about thirty microseconds. A
     thread that waits longer sleeps, because the thread that it waits for may need its processor. An operation uses the
@@ -124,7 +124,7 @@ class Program:
 
 
 class Wires:
-    """Copies numbers of one array to the arguments of many operations: all layers take as long as one in Python."""
+    """Copies numbers of one array to the arguments of many operations. Python would take as long for a single layer."""
 
     def __init__(self, wires: Sequence[tuple[Operation, str, int]]) -> None:
         """Each of `wires`: an operation, the name of an argument, and the index of the number in the array."""

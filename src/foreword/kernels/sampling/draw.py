@@ -118,7 +118,7 @@ def _value_of(key32: Any) -> Any:
 
 @compiled
 def _bound(top: Any, scale: Any, least: Any) -> Any:
-    """A key that is at most the key of any logit whose weight is at least `least`."""
+    """A lower bound of the keys of all logits whose weight is at least `least`."""
     power = np.log2(least) - WEIGHT_BITS - 1.0 - _SLACK
     value: Any = max(top + power / scale, -3.4e38)  # a float32 whose key is more than 2 above the least key
     return np.int32(key(np.float32(value)) - 2)
@@ -286,7 +286,7 @@ BLOCK = 64
 """The number of tokens in a block. Each block's largest key and sum of weights are kept."""
 
 _LEAST_POWER = -64.0
-"""A token weighs nothing if its exponent of 2 is this number or lower."""
+"""Lower exponents of 2 are raised to this exponent, at which a token weighs nothing."""
 _ROUNDING, _WHOLE = 1.5 * 2.0**52, 2.0**52
 """If one of these is added to a number, the sum's last bits are the nearest whole number. _WHOLE does this only for
 positive numbers."""

@@ -51,7 +51,7 @@ def attend_folds(
     VALUE_PARTS: tl.constexpr,
     ROW_TILES: tl.constexpr,
 ):
-    """A program computes ROWS rows (query by query, head by head) of a fold, one KV head, one of the VALUE_PARTS."""
+    """A program computes ROWS rows (by query, then by head) of a fold, for one KV head and one part of the values."""
     program = tl.program_id(0)
     first_row = program % ROW_TILES * ROWS
     part = program // ROW_TILES % VALUE_PARTS
