@@ -33,7 +33,7 @@ class Coalescing:
         """Waiting request -> the block for which it waits, by its number in the prompt."""
 
     def begin(self, request: Request, hit: PrefixHit, end: int) -> None:
-        """Record that a request starts: this step computes from its hit to `end`, and others may wait for the rest."""
+        """Record that a request starts, and computes up to `end` in this step. Others may wait for its later blocks."""
         pending, last = end, len(request)
         if self._states is not None:  # a block can be hit in the step that fills it, a state only in later steps
             pending, last = hit.num_tokens, self._states.num_in_cells(request.num_prompt_tokens)
@@ -84,8 +84,8 @@ class Coalescing:
     def _will_save_state(self, states: StateCheckpoints, request: Request, hit: PrefixHit, missing: int) -> bool:
         """Whether the request that computes block `missing` saves a state that `request` could hit.
 
-        If it would save no such state, but will still pass the position where the two prompts diverge, this makes it
-        save a state there.
+        If that request would save no such state, but will still pass the position where the two prompts diverge, this
+        method makes it save a state there.
         """
         keys, size = request.sequence.block_hashes(), self._manager.block_size
         owner = self._owner_of[keys[missing]]
@@ -103,6 +103,6 @@ class Coalescing:
         return True
 
     def check_integrity(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
-        """Raise AssertionError if a request waits that is not queued, or if a prefix's request does not run."""
+        """Raise AssertionError if a request waits that is not queued, or if a request in `_keys_of` does not run."""
         assert set(self._awaited) <= set(waiting)
         assert self._keys_of.keys() <= set(running), "a prefix waits for nobody's step"

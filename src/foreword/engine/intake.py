@@ -153,7 +153,7 @@ class Intake:
     def sequence(
         self, request_id: str, prompt: Prompt, sources: tuple[TokenSequence, ...] | None = None
     ) -> TokenSequence:
-        """Make the sequence of a prompt: tokens and block keys. `sources`: of its links; None: not made yet."""
+        """Make the sequence of a prompt: tokens and block keys. `sources`: its links' sources; None: make them."""
         links, keys = self._links(prompt), prompt.begun().extra_keys
         if links is not None:
             sources = self._sources(links, prompt) if sources is None else sources

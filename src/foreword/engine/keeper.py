@@ -96,7 +96,7 @@ class EntryFile:
 
 
 class Keeper:
-    """Makes, changes and ends entries. The cache itself ends them in time, and limits them to their budgets."""
+    """Makes, changes and ends entries. The cache itself ends entries whose time is over, and keeps to budgets."""
 
     def __init__(
         self,

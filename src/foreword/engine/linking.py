@@ -49,7 +49,7 @@ class Linking:
         self._head: Request | None = None
         """The waiting request that keeps its sources from step to step."""
         self._lacking: dict[str | None, tuple[Request, list[TokenSequence]]] = {}
-        """Tenant (not the head's) -> its first request that lacked sources when it was tried, and these sources."""
+        """Each tenant but that of `_head` -> its first request that lacked sources when tried, and these sources."""
         self._spent: list[BlockIds] = []
         """The blocks of sources whose last copy is planned, until that step is settled."""
         self._computing: dict[BlockHash, Request] = {}
@@ -90,7 +90,7 @@ class Linking:
             self._compute_missing(self._head, self._gather(self._head, hit))
 
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether the pool lacks a source that the request needs after its hit. If not, it holds all these sources."""
+        """Whether the pool lacks a source that the request needs after its hit. If not, the request holds them all."""
         if not request.sources:
             return False
         missing = self._gather(request, hit)
@@ -133,7 +133,7 @@ class Linking:
         return bool((table[:num_blocks] >= 0).all())
 
     def _compute_missing(self, request: Request, missing: Sequence[TokenSequence]) -> None:
-        """Queue requests that compute these sources, before the linked request itself.
+        """Queue requests that compute these sources, ahead of the linked request itself.
 
         A request that computes such a source may already be queued after the linked request. Then it moves before the
         linked request. Otherwise the queue could pass it over while the linked request waits, if both have the same
@@ -153,7 +153,10 @@ class Linking:
             self._wanted_by.setdefault(computing, set()).add(request)
 
     def resume_before(self, request: Request) -> tuple[tuple[int, int], str | None]:
-        """The service key and tenant of a preempted request; one that computes a source goes before its users."""
+        """The service key and tenant with which a preempted request waits.
+
+        A request that computes a source goes before the requests that need the source.
+        """
         first = min(self._wanted_by.get(request, ()), key=lambda wanting: wanting.service_key, default=request)
         if first.service_key < request.service_key:
             return self._place_before(first), first.tenant
@@ -248,7 +251,7 @@ class Linking:
         self._spent.clear()
 
     def leave(self, request: Request) -> list[Request]:
-        """Forget a request that no longer runs or waits; returns requests whose sources nobody needs now."""
+        """Forget a request that no longer runs or waits; returns requests that compute sources in vain now."""
         self.release(request)
         self._linked.discard(request)
         if request is self._head:
@@ -258,7 +261,7 @@ class Linking:
         return self._stop_wanting(request)
 
     def _stop_wanting(self, request: Request) -> list[Request]:
-        """Forget that a request needs sources; returns the requests whose sources nobody needs now."""
+        """Forget that a request needs sources; returns the requests that compute sources that no request needs now."""
         for wanting in self._wanted_by.values():
             wanting.discard(request)
         return [computing for computing, wanting in self._wanted_by.items() if not wanting]
@@ -292,7 +295,7 @@ class Linking:
         self._wanted_by.clear()
 
     def check_integrity(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
-        """Raise AssertionError if a request that is gone holds sources, or if a source is computed for nobody."""
+        """Raise AssertionError if sources are held for a request that is gone, or computed for no request."""
         assert set(self._held) <= self._linked <= {*waiting, *running}, "sources are held for nobody"
         assert set(self._computing.values()) == set(self._wanted_by) <= {*waiting, *running}
         assert all(wanting <= set(waiting) for wanting in self._wanted_by.values())

@@ -58,7 +58,7 @@ class Outputs:
     """The outputs of unfinished requests."""
 
     def __init__(self, open_text_stream: OpenTextStream | None, finish: Callable[[str, FinishReason], None]) -> None:
-        """`open_text_stream`: None if there is no text; `finish` ends a request that completed a stop string."""
+        """`open_text_stream`: None if tokens do not become text. `finish` ends a request that gave a stop string."""
         self._open_text_stream, self._finish = open_text_stream, finish
         self._group_named: dict[str, _Group] = {}
         self._group_of: dict[Request, _Group] = {}
@@ -88,7 +88,7 @@ class Outputs:
     ) -> RequestOutput:
         """Open the output of a prompt's continuations. A token is in the output as soon as its request has the token.
 
-        `begins_reply`: whether their text begins anew, and does not continue the prompt's text.
+        `begins_reply`: whether the continuations' text begins anew, and does not continue the prompt's text.
         """
         answers, after = [], () if begins_reply else prompt_token_ids
         for index, request in enumerate(requests):

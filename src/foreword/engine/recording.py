@@ -59,7 +59,7 @@ class Recording:
         return moved
 
     def _check(self, entries: Entries, numbers: Int64Array, result: BatchResult) -> dict[int, int]:
-        """Count the drafts before the first wrong one, by number of entry, and free the slots of all other drafts."""
+        """Count each entry's drafts before its first wrong draft, and free the slots of all other drafts."""
         right = {}
         ends, result_rows = entries.known_ends(), entries.result_rows()
         for number in numbers.tolist():
@@ -106,13 +106,13 @@ class Recording:
                     request.logprobs.append(result.logprobs[row])
         if entries.drafts:
             for at, number in enumerate(numbers.tolist()):
-                if number in entries.drafts:  # before the request may end, which leaves only indexed blocks to lookups
+                if number in entries.drafts:  # lookups find a request's blocks only if they are indexed before it ends
                     self._manager.cache_blocks(requests[at].sequence, int(computed[at]))
         for at in before["is_new"].nonzero()[0].tolist():
             self._note_first_token(requests[at])
         may_end = ends | entries.facts["may_run_dry"][numbers]
         for at in may_end.nonzero()[0].tolist():
-            if requests[at].status is not RequestStatus.FINISHED:  # as the request of a source that nobody needs now
+            if requests[at].status is not RequestStatus.FINISHED:  # the last request that needs a source ends it
                 self.finish_if_due(requests[at], int(token_ids[at]))
         filled = (before["source"] >= 0) & (lengths % self._manager.block_size == 0)
         if filled.any():

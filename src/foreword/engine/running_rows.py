@@ -86,7 +86,7 @@ class RunningRows:
         self._requests[row] = self._sequences[row] = None
 
     def clear(self) -> None:
-        """Remove all requests. Entries made before stay valid: `still_run` is False for each of their requests."""
+        """Remove all requests. Earlier `Entries` stay valid: `still_run` is False for each of their requests."""
         for request in self:
             request.row = NO_ROW
         self.order = np.empty(0, np.int64)

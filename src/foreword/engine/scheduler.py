@@ -426,7 +426,7 @@ class SimulatedScheduler(Scheduler):
         return entries
 
     def num_steady_steps(self) -> int:
-        """The number of next steps that only add a token to each request, unless one arrives or ends with a token.
+        """The number of next steps that only add a token to each request, if none arrives, or ends with a token.
 
         In these steps no request is admitted, and no block is taken or filled.
         """

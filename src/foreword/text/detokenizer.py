@@ -226,7 +226,7 @@ class WindowDetokenizer:
     def _shorten(self, text: str) -> None:
         """Drop the window's first tokens if the other tokens alone still decode to the end of `text`.
 
-        If the new window starts inside a character, only the start of its text is wrong, and this start is released.
+        If the new window starts inside a character, only the start of its text is wrong. It counts as released already.
         """
         window = self._window[-_KEPT_TOKENS:]
         new_text = self._decode(window)
@@ -243,7 +243,7 @@ class WindowDetokenizer:
 
 
 def _end_of(token_ids: Sequence[int], skipped_ids: Collection[int], byte_of: Collection[int] = ()) -> list[int]:
-    """The last tokens that are not skipped, from so early on that they do not begin inside a run of byte tokens."""
+    """The last tokens that are not skipped, as many as needed to begin outside a run of byte tokens."""
     text_ids = (int(token_id) for token_id in reversed(token_ids) if token_id not in skipped_ids)
     end = list(islice(text_ids, _KEPT_TOKENS))
     while end and end[-1] in byte_of:

@@ -56,7 +56,7 @@ class ControlTokens:
     def hidden(self, value: Any, mark: str, spared: frozenset[str] = frozenset()) -> Any:
         """Put the mark into each special token's text, except `spared`, in all strings of a value.
 
-        Returns the value itself if it has no such text.
+        Returns the value itself if there is no special token's text in it.
         """
         if isinstance(value, str):
             return self._hidden_text(value, mark, spared)
@@ -135,7 +135,7 @@ class Renderer:
     def template_report(self, chat_template: str | None = None) -> TemplateReport:
         """The form of a chat template, and the kinds of conversations that it does not show. Probes a template once.
 
-        `chat_template`: None: the tokenizer's own.
+        `chat_template`: the template's source; None: the tokenizer's own template.
         """
         source = chat_template or self.chat_template
         if source is None:
@@ -154,7 +154,7 @@ class Renderer:
         return self._reports[source]
 
     def take_control_tokens(self) -> None:
-        """Read control tokens in messages, such as `<|im_end|>`, as tokens from now on, as in text prompts."""
+        """From now on, read control tokens in messages, such as `<|im_end|>`, as tokens, as in text prompts."""
         self._takes_control_tokens = True
 
     def _spared_tokens(self) -> frozenset[str]:

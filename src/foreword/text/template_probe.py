@@ -65,7 +65,7 @@ class TemplateReport:
     as_given: Sequence[Loss] = ()
     """Kinds of conversations that the template does not show if messages stay as they are."""
     losses: Sequence[Loss] = ()
-    """Kinds of conversations that the template does not show in this form either."""
+    """Kinds of conversations that the template does not show in `form` either."""
 
     def lost_kinds(self) -> frozenset[str]:
         return frozenset(loss.kind for loss in self.losses)

@@ -125,7 +125,7 @@ class Tokenizer(Renderer):
         return form
 
     def _chosen_form(self) -> ReplyFormat | None:
-        """The form that the option, the checkpoint or the chat template names. It is made again if these change."""
+        """The form that the option, the checkpoint or the chat template names. If one changes, it is chosen again."""
         wishes = self._response_template, getattr(self._hf, "response_template", None), self.chat_template
         if self._form is None or self._form[0] != wishes:
             self._form = wishes, choose_format(*wishes)

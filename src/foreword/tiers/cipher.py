@@ -1,8 +1,8 @@
 """Encryption of payloads at rest: AES-256-GCM, bound to the block's name.
 
 A stored payload is nonce (12 bytes, random) | ciphertext | tag (16 bytes). The associated data are namespace, group and
-key, so a block's ciphertext in another block's place is refused. Headers are not encrypted: who reads headers can test
-whether a guessed prompt is cached, but cannot read a prompt.
+key, so a block's ciphertext in another block's place is refused. Headers are not encrypted: a reader of headers can
+test whether a guessed prompt is cached, but cannot read a prompt.
 """
 
 from __future__ import annotations

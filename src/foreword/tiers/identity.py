@@ -50,7 +50,7 @@ class CacheIdentity:
         return bytes.fromhex(self.fingerprint)[:NAMESPACE_BYTES]
 
     def description(self) -> dict[str, Any]:
-        """For manifests and people: everything above, ready for `json.dumps`."""
+        """All digests and facts of this identity, for manifests and people, ready for `json.dumps`."""
         return {
             "namespace": self.namespace.hex(),
             "model_id": self.model_id,

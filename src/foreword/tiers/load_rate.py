@@ -12,7 +12,7 @@ from collections.abc import Callable
 RATE_MEMORY = 0.8
 """Weight of the old rate when a new load is measured."""
 RATE_MIN_BYTES = 1 << 20
-"""The least bytes of a load that is measured."""
+"""Only loads of at least this number of bytes are measured."""
 FIRST_GUESS_BYTES_PER_S = 500e6
 LATENCY_S = 0.001
 REMEMBERED_S = 60.0

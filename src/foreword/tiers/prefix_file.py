@@ -220,7 +220,7 @@ def check_target(path: Path, *, overwrite: bool) -> None:
 class PrefixFile(AbstractContextManager["PrefixFile"]):
     """An open file that was found sound. Raises ConfigError if it cannot be opened, UnsoundFileError if it is damaged.
 
-    Close it, or use it as a context manager.
+    Close the file, or use it as a context manager.
     """
 
     def __init__(self, files: RealFiles, path: Path) -> None:

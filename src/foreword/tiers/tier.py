@@ -33,7 +33,7 @@ PINNED = 2
 
 @dataclass(frozen=True, slots=True)
 class BlockKeys:
-    """Names of blocks of one namespace and of one or more groups. It is immutable, because tiers keep references."""
+    """Names of blocks of one namespace and of one or more groups. Do not change them: tiers keep references."""
 
     namespace: bytes
     """16 bytes."""

@@ -1,4 +1,4 @@
-"""Drafting: guesses tokens, and chooses those that the next step computes, too, in order to check them."""
+"""Drafting: guesses the next tokens of requests, and chooses the guesses that the next step checks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from foreword.request import DraftCounts, Request
 MOST_DRAFTED = 31
 """The most tokens to draft for one request in a step."""
 PAUSE_EVERY = 16
-"""After this number of steps that were planned before the last tokens were known, a step waits so that it can draft."""
+"""A step that is planned before the last tokens are known drafts nothing. After this number of such steps, a step waits
+for the tokens."""
 SHARE_OF_RIGHT, SHARE_OF_WRONG = 0.1, 0.01
-"""The shares of a step's time for guessing: for requests whose last guess was right, and for all other requests."""
+"""The most time for guesses, as shares of a step's time: for requests whose last guess was right, and for others."""
 logger = logging.getLogger(__name__)
 
 
@@ -54,7 +55,7 @@ class _Turns:
     at: int = 0
 
     def turns(self, count: int, num_in_step: float) -> Int64Array:
-        """Choose from `count` requests; returns their indices. A step takes as long as `num_in_step` guesses."""
+        """Choose some of `count` requests; returns the indices. A step takes as long as `num_in_step` guesses."""
         self.credit = min(float(count), self.credit + self.share * num_in_step)
         num_asked = int(self.credit)
         self.credit -= num_asked
@@ -79,7 +80,7 @@ class Drafting:
         self._histories: WeakKeyDictionary[Request, _History] = WeakKeyDictionary()
         self._allowance = Allowance()
         self._seconds_of_guess = self._guessing_s = 0.0
-        """Seconds that a recent guess took (a moving average), and that planning the next step's drafts took."""
+        """Seconds per guess, a moving average, and seconds that planning the next step's drafts has taken so far."""
         self._num_accepted = 0
         """The number of accepted drafts in the step that is being recorded."""
         self._for_lucky, self._for_others = _Turns(SHARE_OF_RIGHT), _Turns(SHARE_OF_WRONG)

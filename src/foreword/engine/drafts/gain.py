@@ -16,8 +16,8 @@ import numpy.typing as npt
 SHARE = 0.01
 """The share of all steps' time that guessing and wrong drafts may cost in the long run."""
 MOST_S = 0.03
-"""The seconds that drafting may lose before it stops. With SHARE, at most 1.6% of any 5 s is lost, plus the time that
-one step loses."""
+"""The seconds that drafting may lose before it stops. Together with SHARE, this limits the loss to 1.6% of any 5 s,
+plus the loss of one step."""
 NEWEST = 7
 """For each number of rows, the times of this many newest steps without drafts are kept. The shortest time counts,
 because longer steps waited for something."""
@@ -78,7 +78,7 @@ class Allowance:
             self._add(SHARE * seconds + plain_s * num_tokens / num_requests - seconds - guessing_s, plain_s)
 
     def note_guessing(self, guessing_s: float) -> None:
-        """Record the guessing before a step that also computed prompts: the time that its drafts saved is unknown."""
+        """Record the seconds of guessing before a step that also computed prompts: its drafts' gain is unknown."""
         self._add(-guessing_s, 0.0)
 
     def _add(self, seconds: float, plain_s: float) -> None:
@@ -122,7 +122,7 @@ class StepTimes:
         self._noted_at[at] = self._num_steps
 
     def learnt(self) -> dict[str, float]:
-        """The shortest time in seconds of each size that has at least TRIES times, by size.
+        """Size -> its shortest time in seconds, for sizes with at least TRIES times.
 
         A later process on the same machine can begin with these times.
         """

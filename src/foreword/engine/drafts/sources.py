@@ -104,7 +104,7 @@ class SuffixIndex:
             self._link(max(1, start), end)
 
     def find(self, tail: IntArray, before: int) -> tuple[int, int] | None:
-        """Find the place below `before` at which the most last tokens of `tail` occur; returns it and their number.
+        """Find the place below `before` with the longest match of `tail`'s end; returns the place and the length.
 
         Returns the last of equally good places; None if fewer than two tokens agree.
         """
@@ -147,7 +147,7 @@ class SuffixIndex:
         self._heads[at] = place
 
     def _link(self, start: int, end: int) -> None:
-        """`_link_one` for places `start` to `end` (exclusive), in order."""
+        """Do the same as `_link_one` for places `start` to `end` (exclusive), in order."""
         firsts = self._tokens[start - 1 : end - 1].astype(np.int64)
         mixed = ((firsts * _FACTOR & _MASK) ^ self._tokens[start:end]) * _FACTOR & _MASK
         hashes: Int64Array = mixed >> 7 & len(self._heads) - 1
@@ -199,7 +199,7 @@ class OwnText(_OfRequests):
 
 
 class Predicted(_OfRequests):
-    """Guesses the caller's prediction: its beginning, and later what follows the answer's last tokens in it."""
+    """Guesses from the caller's prediction: first its beginning, later what follows the answer's last tokens in it."""
 
     name = "prediction"
 
@@ -231,7 +231,7 @@ class CachedPaths:
 
     name = "cache"
     READ_AHEAD = 128
-    """The number of tokens of a path to read at a time."""
+    """The number of tokens to read at a time from a path."""
     PAUSE = 32
     """The number of new tokens after which a request without a cached path is looked up again."""
 

@@ -28,7 +28,7 @@ REST_S = 30.0
 
 
 class PayloadsApart:
-    """Loads and stores such payloads. The engine's thread calls it and waits for loads, so all requests wait, too."""
+    """Loads and stores payloads other than blocks. The engine's thread waits for loads, so all requests wait, too."""
 
     def __init__(self, tiers: Sequence[Tier], namespace: bytes, root: BlockHash, stores: Stores) -> None:
         """`root`: the root of all block keys, which goes into these payloads' keys. `stores` counts a day's bytes."""
@@ -60,7 +60,7 @@ class PayloadsApart:
             if not len(here) or tier.estimate_load_s(num_bytes) > min(wait_s, worth):
                 continue
             buffers = Buffers([pieces[number] for number in here.tolist()])
-            # A late load is cancelled, and does not time out: a tier forgets blocks whose load timed out as damaged.
+            # A late load is cancelled before it times out, because a tier forgets blocks whose load timed out.
             ticket = tier.load(keys.select(here), sizes[here], buffers, deadline_s=10 * MOST_WAIT_S)
             if not ticket.wait(wait_s):
                 ticket.cancel()

@@ -1,6 +1,6 @@
 """The bytes of the pool's blocks, as tiers read and write them.
 
-`foreword.model.storage` implements the protocol for a model's pool.
+`foreword.model.storage` implements `BlockMemory` for a model's pool.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class TierDirector:
     ) -> None:
         """`tiers`: the nearest first; if two tiers have equally much of a prefix, the first tier serves it.
 
-        `admission` decides what is stored; None: everything. `others`: explanations of misses look for their blocks.
+        `admission` decides what is stored; None: everything. `others`: where explanations of misses look, too.
         """
         self._tiers, self._memory, self._manager = tuple(tiers), memory, manager
         self._cost = StepCost()
@@ -123,7 +123,7 @@ class TierDirector:
         self._namespace = namespace
         self._num_planned = self._num_settled = 0
         self._ahead: Iterator[None] = iter(())
-        """Each item lets the system provide some memory of the blocks that the pool gives away next."""
+        """An iterator: each step lets the system provide some memory of the blocks that the pool gives away next."""
         self._num_planned_before = -1
         """The number of steps that were planned when `_ahead` was made."""
 

@@ -2,7 +2,7 @@
 
     arrived -> asking -> waiting -> (a tier has more than the pool, and loading is faster) -> loading -> waiting
 
-When a request arrives, the tiers are asked what they have of its prefix. A distant tier may take a while to answer; the
+When a request arrives, the tiers are asked which blocks of its prefix they have. A distant tier may take a while. The
 request waits for the answer, but not for long. A waiting request holds up nobody: the requests after it are admitted. A
 load fills blocks that no lookup finds. When the load is done, the blocks that arrived are indexed, and the request is
 looked up again like any other. Blocks that did not arrive are computed. Requests that lack the same block wait for the
@@ -52,7 +52,7 @@ SHORTEST_FIRST_DEADLINE_S = 5.0
 wait for a processor, and computing is as slow there: with ten busy threads on two cores, a load of 0.7 MB took 1.2 s,
 and computing its prompt's 40 tokens took 5 s."""
 DEADLINE_FACTOR = 3.0
-"""A load may take at least this many times the seconds that the tier estimates."""
+"""The deadline of a load is at least this many times the seconds that the tier estimates."""
 FIRST_DEADLINE_BYTES_PER_S = 20e6
 """The rate that sets the deadline while the time to compute is unknown: CPUs compute 5 to 100 MB of KV per second."""
 LEAST_PROBE_S, MOST_PROBE_S = 0.05, 0.25
@@ -385,7 +385,7 @@ class Loads:
 
 
 def _failure(report: Report) -> LoadFailure | None:
-    """Why the tier failed to give the first block that it failed to give; None if it failed to give none."""
+    """The reason why the tier failed to give a block, for the first such block; None if there is no such block."""
     return next((_FAILURES[outcome] for outcome in report.outcomes.tolist() if outcome in _FAILURES), None)
 
 

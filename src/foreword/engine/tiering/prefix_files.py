@@ -81,7 +81,7 @@ class PrefixFiles:
         return self._adopt(file, sequence, places)
 
     def _check_num_tokens(self, file: PrefixFile, sequence: TokenSequence | None) -> None:
-        """Raise UnsoundFileError if the file says more tokens than its text has, or its full-attention blocks hold."""
+        """Raise UnsoundFileError if the file says more tokens than its text or its full-attention blocks have."""
         counts = Counter(group_id for run in file.runs for group_id in run.entries["group"].tolist())
         limits = [
             counts[group_id] * spec.block_size

@@ -29,7 +29,7 @@ CHUNK_BYTES = 32 << 20
 PATIENCE_S = 10.0
 """A chunk that a tier does not write within this time is given up."""
 REST_FACTOR = 4.0
-"""While requests run, a rest follows each chunk, this many times as long as the chunk took."""
+"""While requests run, a pause follows each chunk. It is this many times as long as the chunk took."""
 DAY_S = 86_400
 
 
@@ -166,7 +166,7 @@ class Stores:
     # ------------------------------------------------------------------ chunks
 
     def _choose(self, num_planned: int) -> _Chunk | None:
-        """Choose and hold the next blocks that a tier lacks; None: no offer is left. Drops offers without any."""
+        """Choose and hold the next blocks that a tier lacks, and drop offers that have none. None: no offer is left."""
         while (offer := self._offers.take()) is not None:
             chunk = self._chunk_of(offer, num_planned)
             if chunk is None:
@@ -214,7 +214,7 @@ class Stores:
         )
 
     def _admitted(self, part: Part, admitted: BoolArray) -> BoolArray:
-        """Which blocks of a part to store; the last block of the sequence that each one covers decides."""
+        """Which blocks of a part to store. If one covers several blocks of the sequence, the last of these decides."""
         width = self._manager.groups[part.group_id].block_size // self._manager.block_size
         return admitted[(part.numbers + 1) * width - 1]
 
@@ -259,7 +259,7 @@ class Stores:
         self._bytes_today += num_bytes
 
     def _may_write(self, num_bytes: int) -> bool:
-        """Whether the day's limit allows this number of bytes, in all tiers, besides the bytes under way."""
+        """Whether the day's limit allows this number of bytes, in all tiers, in addition to the bytes under way."""
         if time.monotonic() - self._day_began > DAY_S:
             self._day_began, self._bytes_today = time.monotonic(), 0
         num_bytes += self._bytes_today + sum(store.num_bytes for store in self._apart)

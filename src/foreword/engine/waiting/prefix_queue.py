@@ -55,7 +55,7 @@ class Family:
         self.members = {oldest: None}
         """The members in the order in which they came. (The order of a set would depend on addresses.)"""
         self.version = GONE
-        """A unique number, new after each change of the oldest member or of `num_cached`; GONE if it is dropped."""
+        """A unique number, new after each change of `oldest` or `num_cached`; GONE once the family is dropped."""
         self.passed_in = -1
         """The last step in which this family was passed over."""
         self._by_age: list[tuple[tuple[int, int], Request]] = []
@@ -298,7 +298,7 @@ class Lane:
         self._passed_by_age.clear()
 
     def best(self, step: int) -> Request | None:
-        """Of the families not passed over in this step, the oldest request of that with the most cached blocks."""
+        """The oldest request of the family with the most cached blocks; skips families passed over in this step."""
         while self._by_match:
             _, _, version, family = self._by_match[0]
             if version == family.version:
@@ -309,9 +309,8 @@ class Lane:
         return None
 
     def likely(self) -> Iterator[Request]:
-        """Requests with many cached blocks, from the front of the heap.
-
-        They may not be those with the most, because a heap is not quite in order.
+        """Requests with many cached blocks, from the front of the heap. Others may have more cached blocks, because a
+        heap is not quite in order.
         """
         return (family.oldest for _, _, version, family in self._by_match[:32] if version == family.version)
 

@@ -70,7 +70,7 @@ def required_of(schema: Any) -> set[str]:
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> list[str]:
-    """The names of the types that a schema allows, in its order; references lead into `root`."""
+    """The names of the types that a schema allows, in its order. References are looked up in `root`."""
     return list(dict.fromkeys(name for variant in variants(schema, root) for name in _type_names(variant)))
 
 
@@ -160,7 +160,7 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _is_written(value: Any, text: str) -> bool:
-    """Whether a value is written as this text, by JSON or by a template. White space in lists and objects is free."""
+    """Whether JSON or a template writes a value as this text. White space in lists and objects may differ."""
     try:
         json_text = as_json(value)
     except (ValueError, RecursionError):
@@ -265,7 +265,7 @@ def _value_end(text: str, at: int) -> int:
 
 
 def _after(text: str, at: int, mark: str) -> int:
-    """The position after white space and one kind of mark."""
+    """The first position from `at` on that has neither white space nor `mark`."""
     while at < len(text) and (text[at].isspace() or text[at] == mark):
         at += 1
     return at

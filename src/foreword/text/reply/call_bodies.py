@@ -179,7 +179,7 @@ class CallBody:
     """Reads a call in a region of a reply, which belongs to a field of a response template."""
 
     def __init__(self, field: Any, captures: Mapping[str, str], schemas: Schemas) -> None:
-        """`captures`: the named groups of its opening marker."""
+        """`captures`: the texts of the named groups in the call's opening marker."""
         self.calls: list[Call] | None = None
         """The calls in the region; None until it is closed."""
         self.has_failed = False

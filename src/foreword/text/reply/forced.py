@@ -49,7 +49,7 @@ ANY_TEXT = TagValue(is_text=True)
 
 
 def tag_values(schema: Any, root: Mapping[str, Any]) -> list[TagValue]:
-    """The ways in which a value of a schema may be written; references lead into `root`."""
+    """The ways in which a value of a schema may be written. References are looked up in `root`."""
     return list(dict.fromkeys(_values(schema, root))) or [ANY_TEXT]
 
 

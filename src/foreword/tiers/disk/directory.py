@@ -68,7 +68,7 @@ class CacheDirectory:
         return [home for home in homes_in(self._files, self.root) if home != self.home]
 
     def physical_bytes(self, homes: list[Path]) -> int:
-        """The bytes that segments and snapshots in some folders occupy. Raises OSError."""
+        """The bytes that segments and snapshots occupy in these folders. Raises OSError."""
         total = 0
         for home in homes:
             for path in [*segments_in(self._files, home), home / SNAPSHOT_NAME]:
@@ -131,7 +131,7 @@ class CacheDirectory:
         return self._new_home()
 
     def _new_home(self) -> Path:
-        # The folder gets its name once its lock is held, so no janitor takes it for a dead process's folder.
+        # The folder gets its name once its lock is held, so no process takes it for a dead process's folder.
         name = uuid.uuid4().hex
         unfinished = self.root / f"new-{name}"
         self._files.make_folder(unfinished)

@@ -6,7 +6,7 @@ Its parts are a loader, which reads, a storer, which writes and keeps to the bud
                 └ pread, verify, hand over            └ gather, append, seal, evict, snapshot
                                     ^ rows ── scanner: snapshot and headers at start, later what others sealed
 
-It has four threads: one loads, one reads ahead for it, one writes and one scans. Calls do not wait for them, except
+It has four threads: one loads, one reads ahead for the loader, one writes and one scans. No call waits for them except
 `close` and `wait_scanned`.
 """
 
@@ -42,7 +42,7 @@ class DiskTier(AbstractContextManager["DiskTier"]):
     """Blocks on disk; a `Tier`. Raises ConfigError for options, directories and key files that cannot be used.
 
     The directory is made if it is not there. Blocks of earlier processes are found as soon as they are scanned, which
-    takes well under a second with a snapshot; `wait_scanned` waits for it. Close the tier, or use it as a context
+    takes well under a second with a snapshot; `wait_scanned` waits until then. Close the tier, or use it as a context
     manager: queued stores are then written and the index is saved. Without that, the next start scans more headers.
     """
 

@@ -1,6 +1,6 @@
 """The loader: reads blocks, verifies them, and hands them to the caller's memory.
 
-While its thread verifies and copies one piece, a second thread reads the next piece. The caller's memory gets only
+While one thread verifies and copies a piece, a second thread reads the next piece. The caller's memory gets only
 verified bytes.
 
 Blocks are read in a few large reads, one read ahead of the thread that works on them (`ReadAhead`). Neighbours in a
@@ -154,7 +154,7 @@ class ReadAhead:
                 content = self._read.get()
                 waits = False
                 content = _carried_over(piece, before, content, rooms[number % 2], front)
-                if number + 1 < len(pieces):  # it uses the buffer of the piece before this one
+                if number + 1 < len(pieces):  # the next piece uses the buffer of the piece before
                     self._requests.put((pieces[number + 1], rooms[(number + 1) % 2][front:]))
                     waits = True
                 yield piece, content

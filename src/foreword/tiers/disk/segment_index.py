@@ -2,7 +2,7 @@
 
 Times are those of `Clock.now_s`.
 
-Blocks are rows of one numpy array, 60 bytes each, and a dict from a block's name to its row costs another 140. The row
+Each block is a row of a numpy array, which has 60 bytes. A dict from names to rows takes another 140 per block. The row
 of a removed block has the name 0 until another block takes it. A row keeps the first 16 of a key's 32 bytes. These
 bytes decide where to read. The block that is read is checked against the whole key.
 

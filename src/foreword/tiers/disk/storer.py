@@ -56,7 +56,7 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 """The seconds without stores after a failed write. They double with each failure, from the first to the longest."""
 SNAPSHOT_SHARE = 20
-"""For each byte of a snapshot, at least this number of bytes is stored before it, so that snapshots wear no disk."""
+"""For each byte of a snapshot, at least this number of bytes is stored before it, in order to spare the disk."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COPIED_SHARE = 0.25
 """The largest share of an evicted segment that is copied forward."""
@@ -281,8 +281,7 @@ class Evictor:
         self._writer = writer
 
     def evict_one(self, *, copies: bool) -> bool:
-        """Unlink the segment that is worth least, after its best blocks are copied if `copies`. False: none can go.
-
+        """Unlink the segment that is worth least; `copies`: copy its best blocks before. False if none can be evicted.
         Raises OSError if the file cannot be unlinked. Even then, the index has forgotten the segment.
         """
         victim = self._choose()

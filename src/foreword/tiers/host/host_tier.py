@@ -68,8 +68,8 @@ class HostTier(AbstractContextManager["HostTier"]):
         self._free = list(range(num_places))[::-1]
         self._index: OrderedDict[Name, _Place] = OrderedDict()
         self._lock = threading.Lock()
-        """The lock of index and free places. No thread that holds it calls a ticket. The copying thread copies without
-        this lock: only that thread gives places away, so a block that it reads is not overwritten.
+        """The lock of index and free places. No thread calls a ticket's methods while it holds this lock. Blocks are
+        copied without it: only the copying thread gives places away, so a block that it reads is not overwritten.
         """
         self._counts = TierCounts()
         self._rate = LoadRate()

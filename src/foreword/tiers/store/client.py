@@ -4,7 +4,7 @@ The Python package `valkey` connects and encodes commands. Replies are read here
 that is reused, which is four times as fast as the package's parser.
 
 A server may be hostile or broken. So every reply has a largest length, which the caller gives, and a session, with its
-login and all reads and writes, ends at one deadline. Replies of gigabytes, or of one byte per second, cost no more.
+login and all reads and writes, ends at one deadline. So replies of gigabytes, or of one byte per second, do no harm.
 """
 
 from __future__ import annotations

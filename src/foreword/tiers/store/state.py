@@ -153,7 +153,7 @@ class StoreView:
         self.note_absent([names[at] for at in np.flatnonzero(unknown & ~here).tolist()], absent_s)
 
     def refuse(self, names: Iterable[bytes]) -> None:
-        """Do not find these blocks until we have stored them again, whatever the server has."""
+        """Let no lookup find these blocks until we have stored them again, whatever the server has."""
         self._note(names, REFUSED, keep_refused=True)
 
     def _moments(self, names: Sequence[bytes]) -> npt.NDArray[np.float64]:

@@ -57,7 +57,7 @@ class Question:
 
 
 class StoreAsker:
-    """Asks questions in the order in which they came. The thread that makes the tier calls `greet` before the first."""
+    """Asks questions in the order in which they came. The thread that makes the tier calls `greet` first."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -125,7 +125,7 @@ class StoreAsker:
             question.ticket.finish(Outcome.IO_ERROR)
 
     def _try_again(self) -> float | None:
-        """Try the server again after the breaker's pause. Returns the seconds until the next try; None if closed."""
+        """Try the server again after the breaker's pause. Returns the seconds to the next try; None: it is closed."""
         state = self._state
         if state.breaker.is_closed:
             return None

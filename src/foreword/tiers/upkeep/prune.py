@@ -1,4 +1,4 @@
-"""`foreword cache prune DIR`: deletes segments that are old, damaged, of other models, or too many.
+"""`foreword cache prune DIR`: deletes segments that are old, damaged, of other models, or beyond a size.
 
 Whole segments are deleted, because the format has no smaller unit to free. A segment that a live process may be writing
 stays. A process whose sealed segments are deleted finds that their blocks are missing, and computes them.
@@ -41,7 +41,7 @@ class Wish:
     namespaces: tuple[str, ...] = ()
     """Hexadecimal digits with which a namespace begins."""
     kept_model: str | None = None
-    """The model whose blocks stay; blocks of other models go."""
+    """The model whose blocks stay; blocks of other models are deleted."""
     max_bytes: int | None = None
 
     def check(self) -> None:
@@ -80,7 +80,7 @@ class Result:
     """The results that belong to no single `Content`."""
 
     num_mixed: int = 0
-    """Segments that stay because blocks of other namespaces lie in them too."""
+    """Segments that stay because they also have blocks of other namespaces."""
     excess_bytes: int = 0
     """Physical bytes beyond `max_bytes` that stay because a process may be writing them."""
     failed: dict[Path, str] = field(default_factory=dict)

@@ -246,7 +246,7 @@ class Tally:
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens of the group of layers with most blocks; None without a manifest."""
+        """The number of tokens in the blocks of the group of layers with the most blocks; None without a manifest."""
         block_size = self.facts.get("block_size")
         if not isinstance(block_size, int):
             return None

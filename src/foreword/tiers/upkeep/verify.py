@@ -42,7 +42,7 @@ class Verdict:
 
     num_sound: int = 0
     num_sealed: int = 0
-    """Sound blocks whose encryption could not be tried."""
+    """Sound encrypted blocks that could not be decrypted, because their secret was not given."""
     num_damaged: int = 0
     """Damaged blocks; there may be more under damaged headers."""
     num_bytes: int = 0
