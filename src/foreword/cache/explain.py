@@ -30,7 +30,7 @@ MAY_LIE_BELOW = (*COMPUTED_ELSEWHERE_IF_AT_ALL, MissReason.STATE_NOT_SAVED, Miss
 
 
 class Below(Protocol):
-    """The tiers below the pool, as far as explanations ask about them."""
+    """What explanations need to know about the tiers below the pool."""
 
     def why_missed(self, sequence: TokenSequence, num_tokens: int, *, was_here: bool) -> MissReason | None:
         """Say why the pool lacks the sequence's block after `num_tokens` tokens; None if the tiers know no reason.

@@ -500,7 +500,7 @@ class KVCacheManager(EntryKeeper):
     # -------------------------------------------------------- blocks from elsewhere
 
     def keys_by_group(self, sequence: TokenSequence) -> list[Keys]:
-        """For each group, the keys of the sequence's full blocks, as far as other sequences may find them."""
+        """For each group, the keys of the sequence's full blocks that other sequences may find."""
         return self._coordinator.keys_by_group(sequence)
 
     def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:

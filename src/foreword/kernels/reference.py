@@ -43,7 +43,7 @@ Position = TypeVar("Position", int, Tensor)
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """A layer's options of attention, besides the causal mask."""
+    """A layer's options of attention, in addition to the causal mask."""
 
     scale: float
     sliding_window: int | None = None

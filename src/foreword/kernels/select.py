@@ -63,7 +63,7 @@ class ReferenceAttention:
         return None
 
     def explain(self) -> str:
-        """Return a text for people; this kernel makes no choices."""
+        """Return a text for people. The text never changes, because this kernel makes no choices."""
         return "attention in plain torch: nothing is shared"
 
 

@@ -36,8 +36,8 @@ FEW_QUERIES = 16
 class SharingRule:
     """Decides whether to search for shared chunks: reading less KV must save more time than the search takes.
 
-    Sharing itself costs nothing, since the kernel computes partial results per chunk anyway. The rates below were
-    measured by `benchmarks/attention.py`; the saving with two threads, and with KV that was not in the caches.
+    Sharing itself costs nothing, because the kernel computes partial results per chunk anyway. The rates below were
+    measured by `benchmarks/attention.py`. The saving was measured with two threads, and with KV that was not in caches.
     """
 
     token_bytes: int

@@ -16,7 +16,7 @@ def _counter(meaning: str) -> int:
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Totals since the last reset. A new total needs only a field and a line that counts: readers iterate over fields.
+    """Totals since the last reset. To add a total, add a field and a line that counts: readers iterate over all fields.
 
     `requests`, `queries` and `hits` count each prompt once, when it is first admitted, so they show what earlier
     traffic left in the cache. Two kinds of lookups find a prompt's own tokens, and have counters of their own:
@@ -72,7 +72,7 @@ class PrefixCacheStats:
 
     @property
     def hit_rate_with_twice_the_blocks(self) -> float:
-        """The estimate of `hit_rate` with twice the blocks, from the ghosts."""
+        """The `hit_rate` that a pool with twice the blocks would have, estimated from the ghosts."""
         return (self.hits + self.ghost_hits) / self.queries if self.queries else 0.0
 
 

@@ -61,7 +61,7 @@ class BlockPool:
         self._ref_counts: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self._free: EvictionPolicy = policy if policy is not None else LruPolicy(num_blocks)
         self._tails, self._given_up = _EarlyBlocks(num_blocks), _EarlyBlocks(num_blocks)
-        """The blocks that were given up go before the tails."""
+        """The blocks that were given up are given away before the tails."""
         self.users: SessionBlocks | None = None
         """Records which session used each block; None: there is no such record."""
         self._keyed: KeyedPolicy | None = (
@@ -309,7 +309,7 @@ class BlockPool:
         return np.concatenate((others[:num_empty], self._early(), others[num_empty:]))
 
     def _early(self) -> BlockIds:
-        """The free cached blocks that go before the policy's blocks."""
+        """The free cached blocks that are given away before the policy's cached blocks."""
         return np.concatenate((self._given_up.free.in_order(), self._tails.free.in_order()))
 
     def check_integrity(self, expected_ref_counts: npt.NDArray[np.int32]) -> None:
@@ -331,7 +331,7 @@ class BlockPool:
 
 
 class _EarlyBlocks:
-    """Blocks of one kind that go before the policy's blocks: free blocks in their order, and held blocks."""
+    """Blocks of one kind, free and held, that are given away before the policy's cached blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free = FreeKVCacheBlockQueue.empty(num_blocks)

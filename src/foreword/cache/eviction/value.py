@@ -294,7 +294,7 @@ class ValuePolicy(EmptyFirstPolicy):
         self._depth: BlockIds = np.zeros(num_blocks, np.int32)
         self._parent: BlockIds = np.full(num_blocks, -1, np.int32)
         self._times: npt.NDArray[np.int8] = np.zeros(num_blocks, np.int8)
-        """The number of earlier uses, as far as `USE_CLASS` distinguishes it."""
+        """The number of earlier uses, at most len(USE_CLASS) - 1."""
         self._class: npt.NDArray[np.int16] = np.zeros(num_blocks, np.int16)
         self._entry: Int64Array = np.full(num_blocks, -1, np.int64)
         """The number of the block's last use; -1 if it was not used since it was cached."""

@@ -8,9 +8,10 @@ after
     the end of a prompt, and of each message in it       the next turn begins with them
     the place where a prompt parts from an earlier one   the third prompt that begins alike hits there
 
-Each of these places is rounded down to a place where a hit can end. The third rule is Marconi's (Pan et al., MLSys
-2025): a prefix that two prompts share is likely to return. No state is saved after generated tokens. They are computed
-one by one, and prompts in cells (see hybrid.py), so the state would have other bits than after the same prompt tokens.
+A position where a state is saved is rounded down to a position where a hit can end. The third rule is Marconi's (Pan et
+al., MLSys 2025): a prefix that two prompts share is likely to return. No state is saved after generated tokens. They
+are computed one by one, but prompts in cells (see hybrid.py), so the state would have other bits than after the same
+tokens in a prompt.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class StateCheckpoints:
         return num_prompt_tokens // self.grid * self.grid
 
     def of_prompt(self, sequence: TokenSequence, message_ends: Iterable[int]) -> list[int]:
-        """The positions in a new prompt at which states are saved, ascending, besides the multiples of the interval."""
+        """The positions in a new prompt at which states are saved, ascending, without the multiples of the interval."""
         length = len(sequence)
         # length - 1: a hit of the same prompt must leave a token to compute. length: a longer prompt may begin with it.
         positions = {length, length - 1, self._note_junction(sequence), *(end for end in message_ends if end <= length)}

@@ -320,7 +320,7 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
 
 
 class MambaManager(SingleTypeKVCacheManager):
-    """Needs only the last state. A request holds one block; its steps overwrite it and move it along the table.
+    """Needs only the last state. A request holds one block; its steps overwrite the block and move it along the table.
 
         block size 4      entries     step computes
         start 0, end 6    - 5         positions 0 to 5, into block 5

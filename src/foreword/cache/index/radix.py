@@ -107,7 +107,7 @@ class RadixIndex:
 
     def clear(self) -> None:
         self._roots: dict[Namespace, RadixNode] = {}
-        """One tree for each namespace, which is everything besides tokens that must be equal for a hit."""
+        """One tree for each namespace. A namespace is everything except tokens that must be equal for a hit."""
         self._namespace_of: dict[int, Namespace] = {}
         self._nodes: dict[int, RadixNode] = {}
         self._num_made = 0
@@ -415,7 +415,7 @@ class RadixIndex:
     def _known_tokens(self, sequence: TokenSequence) -> TokenArray:
         """`_tokens`, once all stretches of the sequence have numbers.
 
-        If there are too many numbers, first forget those that no node contains.
+        If there are too many numbers, first forget the numbers that no node contains.
         """
         placed = placed_stretches(sequence.extra_keys, sequence.token_ids)
         if placed and self._spans.is_full(placed):

@@ -70,7 +70,7 @@ HASH_FUNCTION_NAMES = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
 
 def make_hash_function(name: str) -> HashFunction:
-    """The hash function with this name. Raises ConfigError if it is unknown."""
+    """The hash function with this name. Raises ConfigError if the name is unknown."""
     if name in ("sha256", "sha256_cbor"):
         return sha256 if name == "sha256" else sha256_cbor
     if name in HASH_FUNCTION_NAMES:
@@ -94,7 +94,7 @@ def _make_xxhash(name: str, encoding: Literal["packed", "cbor"]) -> HashFunction
 def chain_root(fingerprint: str = "") -> BlockHash:
     """The parent of every first block, for one model.
 
-    The fingerprint names everything besides the prompt on which the KV depends (model, revision, dtype, layout), so
+    The fingerprint names everything, except the prompt, on which the KV depends (model, revision, dtype, layout). So
     models that share a cache never share keys. The tenant's salt is part of the first block's extra keys.
     """
     version = b"foreword block chain 1"

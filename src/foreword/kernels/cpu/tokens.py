@@ -89,7 +89,7 @@ def _locate(a: Any, rows: tuple[int, int], place: tuple[int, int, int], low: int
 
 @compiled
 def _locate_scales(a: Any, s: Any, place: tuple[int, int], low: int, high: int) -> None:
-    """Write the addresses of tokens' scales, those of the first head; `place`: request, chunk."""
+    """Write the address of the scale of each token's first head, for keys and values; `place`: request, chunk."""
     (request, chunk), token_bytes = place, SCALE_BYTES * a.num_kv_heads
     table, block_size, token = a.tables + 4 * request * a.table_width, a.block_size, low
     key_block, value_block = _block_bytes(a, a.key_dim), _block_bytes(a, a.value_dim)

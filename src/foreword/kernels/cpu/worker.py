@@ -129,7 +129,7 @@ def _add_rows(
 
 @compiled
 def _begin_rows(a: Any, s: Any, num_rows: int) -> None:
-    """Set the results of `num_rows` rows to those of rows that have seen nothing yet."""
+    """Begin the results of `num_rows` rows, which have seen nothing yet."""
     width = a.value_width
     stats, mixed = s.fold_stats, s.fold_mixed
     for row in range(num_rows):

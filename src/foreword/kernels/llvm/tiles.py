@@ -230,7 +230,7 @@ def _emit_wide(builder: Any, shape: tuple[int, int], arguments: tuple[Any, ...])
 def _wide_product(num_tiles: int) -> Any:
     @emit.instructions("iaiaiai")
     def product(builder: Any, num_rows: Any, *arguments: Any) -> None:
-        """C = A B of 1 to 32 rows, for which tiles are laid out, and 16 * `num_tiles` columns.
+        """Compute C = A B. A has 1 to 32 rows, for which tiles are laid out; B has 16 * `num_tiles` columns.
 
         a, lda (bytes between rows); b: [16 * steps, columns] pairs without gaps; steps; c, ldc (bytes between rows).
         """

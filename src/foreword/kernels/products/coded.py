@@ -149,7 +149,7 @@ class Codes:
     """The weights of some outputs, as codes, scales and offsets."""
 
     codes: npt.NDArray[Any]
-    """[outputs, inputs]; bits of floats if there is no scale."""
+    """[outputs, inputs]; without scales, these are the bits of floats."""
     heads: npt.NDArray[Any] | None
     """[outputs, heads, parts]: bits of floats, or exponents."""
     integers: npt.NDArray[np.int8] | None = None

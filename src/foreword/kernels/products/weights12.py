@@ -1,4 +1,4 @@
-"""Weights in bfloat16, stored in 12 bits each without loss: products read three quarters as much.
+"""Weights in bfloat16, stored in 12 bits each without loss, so that products read only three quarters of the bytes.
 
 The sign and mantissa of a bfloat16 (8 bits) are nearly random, but trained weights have few exponents: sixteen cover
 all but one weight in thousands. The lower byte, which is the mantissa and the exponent's last bit, is stored unchanged.

@@ -31,7 +31,7 @@ _POPULATE_WRITE = 23
 def allocate(num_bytes: int) -> Bytes:
     """Memory [num_bytes] that begins where a huge page can begin; the system provides it at the first write.
 
-    Its last bytes lie in small pages, so few bytes do not take 2 MiB. Raises MemoryError if the system refuses.
+    The last bytes lie in small pages, so a few bytes do not take 2 MiB. Raises MemoryError if the system refuses.
     """
     memory, start = _reserve(num_bytes)
     return memory[start : start + num_bytes]

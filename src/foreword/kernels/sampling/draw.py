@@ -1,6 +1,6 @@
 """Draws of tokens, compiled by numba: rows of logits, options and uniform numbers as memory addresses.
 
-A sort defines which token a draw takes, although no sort is done:
+The definition of a draw uses a sorted list of tokens, although the code does not sort:
 
     truncated        tokens by descending logit, equal logits by id; min_p, top_k and top_p each keep a beginning of
                      this list; the draw takes the token at which the running sum of weights passes uniform * sum

@@ -1,6 +1,6 @@
 """Prefill on a GPU: a program takes some rows of one request through all KV that they see, and merges as it goes.
 
-The arithmetic is that of `tile.py`.
+The arithmetic is in `tile.py`.
 """
 
 from __future__ import annotations
