@@ -48,7 +48,7 @@ class SavedEntry:
     refresh_s: float | None
 
     def __post_init__(self) -> None:
-        """Raise ValueError or OverflowError for values that no entry has."""
+        """Raise ValueError or OverflowError for values that no entry can have."""
         texts, refresh_s = (self.name, self.source, self.last_key), 1.0 if self.refresh_s is None else self.refresh_s
         if not all(isinstance(text, str) for text in texts) or not isinstance(self.owner, str | None):
             raise ValueError("a name is no text")

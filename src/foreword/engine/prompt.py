@@ -105,7 +105,7 @@ class Prompt:
     extra_keys: ExtraKeys = NO_EXTRA_KEYS
     """Adapter, salt and media, which separate its cached blocks from those of other prompts."""
     priority: int = 0
-    """The lowest goes first under the policies "priority" and "prefix"."""
+    """The prompt with the lowest number goes first under the policies "priority" and "prefix"."""
     message_ends: tuple[int, ...] = ()
     """Positions at which the messages of a conversation end, if known."""
     marks: tuple[Mark, ...] = ()

@@ -288,7 +288,7 @@ class Scheduler:
             request.metrics.first_token_time = time.monotonic()
 
     def _offer(self, request: Request, num_tokens: int) -> None:
-        """Offer a request's computed tokens before its first link to tiers: a link is copied faster than loaded."""
+        """Offer a request's computed tokens before its first link to tiers: copying links is faster than loading."""
         linked_from = request.sequence.linked_from
         if linked_from is None:
             self._tiers.offer(request, num_tokens)

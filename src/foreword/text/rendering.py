@@ -1,6 +1,6 @@
 """Rendering: turns conversations into tokens with a chat template.
 
-If a user writes a control token such as `<|im_end|>`, it stays text. A mark inside it hides it from the tokenizer:
+A control token in a user's message, such as `<|im_end|>`, stays text. A mark inside it hides it from the tokenizer:
 
     <|im_end|>  ->  <⿻|im_end|>  ->  "<" "⿻" "|" "im" "_end" "|" ">"  ->  the tokens without those of the mark
 """

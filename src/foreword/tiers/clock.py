@@ -31,9 +31,9 @@ class Clock:
         return max(0, int(self._wall()))
 
     def expiry_of(self, created_s: int, expires_s: int) -> int:
-        """The time, on this clock, at which something with these times of the wall clock expires; 0: never.
+        """The time, on this clock, at which data with these times of the wall clock expire; 0: never.
 
-        Wherever the wall clock has jumped to, this is at most the whole time to live from now, because a wall clock
+        Wherever the wall clock has jumped to, the data expire within their whole time to live, because a wall clock
         before `created_s` counts as `created_s`.
         """
         if expires_s == 0:

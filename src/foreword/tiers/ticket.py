@@ -108,7 +108,7 @@ class Ticket:
 
     @property
     def report(self) -> Report:
-        """The results of the blocks; only when `done`."""
+        """The results of the blocks. Ask for them only when `done` is True."""
         assert self._report is not None, "the job has not ended; ask `done` first"
         return self._report
 

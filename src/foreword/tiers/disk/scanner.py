@@ -1,7 +1,7 @@
 """The scanner: finds blocks that are on disk when a process starts, and those that other processes seal or leave later.
 
-It works in its own thread and inserts blocks as it finds them, so serving starts at once: a block that is not found yet
-is a miss.
+The scanner has its own thread, and inserts blocks as it finds them. So serving starts at once: a block that is not
+found yet is a miss.
 """
 
 from __future__ import annotations

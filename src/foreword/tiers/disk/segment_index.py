@@ -7,7 +7,7 @@ of a removed block has the name 0 until another block takes it. A row keeps the 
 bytes decide where to read. The block that is read is checked against the whole key.
 
 A snapshot of the index is a file, and only a hint. If the file is absent, torn, old or damaged, the segments' headers
-are scanned instead. It cannot cause a wrong answer, because every block is checked when it is loaded.
+are scanned instead. A wrong snapshot causes no wrong answer, because every block is checked when it is loaded.
 
     "FWIDX", version 2 | bytes of the description, uint64 | description, JSON | rows | xxh3-128 of all
 """

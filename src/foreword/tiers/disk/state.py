@@ -68,7 +68,7 @@ class DiskOptions:
             )
 
     def completed(self, total_bytes: int, free_bytes: int, used_bytes: int) -> DiskOptions:
-        """These options with defaults for None, for a file system of these sizes; the cache uses `used_bytes`."""
+        """These options with defaults instead of None, for a file system of which the cache uses `used_bytes`."""
         budget = self.budget_bytes
         if budget is None:
             budget = max(SMALLEST_BUDGET, min(LARGEST_DEFAULT_BUDGET, (free_bytes + used_bytes) // 4))

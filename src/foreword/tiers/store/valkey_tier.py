@@ -1,6 +1,6 @@
 """The store tier: blocks in a Valkey or Redis server, shared by all machines that have the same model.
 
-Each of its three threads has a connection.
+Each of the tier's three threads has a connection.
 
     probe, lookup -> asking thread ── answers ──> view <── what was loaded or stored ── load and store ── storing thread
                         └ EXISTS; a try when the breaker is half open                       └ loading thread
