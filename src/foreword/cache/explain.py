@@ -69,7 +69,7 @@ class LookupExplanation:
     num_filling_tokens: int = 0
     """The number of tokens right after the hit that are in a block which the same step computes.
 
-    They are not hits, because requests of one step share only whole blocks."""
+    These tokens are not hits, because requests of one step share only whole blocks."""
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     """Tier -> the number of the hit's tokens that were loaded from this tier while the request waited."""
     load_failure: LoadFailure | None = None

@@ -63,13 +63,13 @@ class BlockState(enum.IntEnum):
     """The state of a block in the pool."""
 
     FREE = 0
-    """A lookup cannot find it, and no request holds it."""
+    """Lookups cannot find the block, and no request holds it."""
     CACHED = 1
-    """A lookup can find it, and no request holds it."""
+    """Lookups can find the block, and no request holds it."""
     IN_USE = 2
-    """A request holds it, whether a lookup can find it or not."""
+    """A request holds the block, whether lookups can find it or not."""
     PINNED = 3
-    """It has a pin, whether a request holds it or not."""
+    """The block has a pin, whether a request holds it or not."""
 
 
 class KVCacheManager(EntryKeeper):
@@ -506,8 +506,8 @@ class KVCacheManager(EntryKeeper):
     def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
         """Return the tables of the longest hit, as if the pool also had the blocks with the keys in `elsewhere`.
 
-        `elsewhere` has one set of keys per group. The entry of such a block is ELSEWHERE; an entry is NULL_BLOCK where
-        the group needs no block. Changes and counts nothing.
+        `elsewhere` has one set of keys per group. The entry of a block that only `elsewhere` has is ELSEWHERE. An entry
+        is NULL_BLOCK where the group needs no block. Changes and counts nothing.
         """
         return self._coordinator.find_hit_with(sequence, elsewhere)
 

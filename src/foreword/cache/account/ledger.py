@@ -56,7 +56,7 @@ class MissReason(enum.StrEnum):
     IN_TIER = "in_tier"
     """A tier has this part. A request loads the part if loading is faster than computing."""
     DROPPED_BY_ADMISSION = "dropped_by_admission"
-    """This part was computed but not stored in a tier: the admission rule, the daily limit or the room forbade it."""
+    """This part was computed, but no tier stored it, because of the admission rule, the daily limit or lack of room."""
     TIER_OTHER_ARITHMETIC = "tier_other_arithmetic"
     """A tier has this part, but computed by other kernels, another version or another processor."""
     TIER_OTHER_MODEL = "tier_other_model"
@@ -67,7 +67,7 @@ class EvictionCause(enum.StrEnum):
     """Why a block was forgotten."""
 
     REUSED = "reused"
-    """Its memory was given to other tokens: the pool was too small."""
+    """The block's memory was given to other tokens: the pool was too small."""
     REQUESTED = "requested"
     """A caller asked for it (`evict_blocks`)."""
     FAILED = "failed"

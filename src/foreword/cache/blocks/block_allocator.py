@@ -1,7 +1,7 @@
 """PrefixCachingBlockAllocator: vLLM v0's interface to the pool, block by block instead of request by request.
 
-It keeps the chains of blocks, with the blocks' tokens and keys. A `BlockPool` keeps the number of holders of each
-block, the free blocks and the index of keys. The method and the names are those of vLLM v0.6.
+The allocator keeps chains of blocks, with the blocks' tokens and keys. A `BlockPool` keeps the number of holders of
+each block, the free blocks and the index of keys. The method and the names are those of vLLM v0.6.
 
 A block is mutable until it is full. A full block has a key (its content hash, which identifies the whole chain up to
 it), can be found, and never changes. If another block already has that key, the chain continues with the other block,

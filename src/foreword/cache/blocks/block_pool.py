@@ -370,7 +370,7 @@ class _EarlyBlocks:
 class KVCacheBlock:
     """One block as an object, for engines that use such objects. Two objects of one block are equal.
 
-    It has no state of its own: its properties read the pool.
+    The object has no state of its own: its properties read the pool.
     """
 
     pool: BlockPool

@@ -21,7 +21,7 @@ from foreword.errors import ConfigError
 class LruPolicy(FreeKVCacheBlockQueue):
     """First the blocks that hold nothing, the last freed first; then cached blocks, the least recently freed first.
 
-    This is exactly vLLM's order. A hit removes its blocks from the queue. When the request ends, these blocks join the
+    The order is exactly vLLM's. A hit removes its blocks from the queue. When the request ends, these blocks join the
     queue's tail, the last block first. So blocks are evicted in the order of their last use, and within a request the
     tail before the head.
     """
@@ -111,7 +111,7 @@ class RankedPolicy(EmptyFirstPolicy):
 class AccessTimePolicy(RankedPolicy):
     """Evicts the least recently accessed block first, by the caller's clock; at equal times, the longer prefix first.
 
-    This is the order of vLLM v0's evictor, for blocks that are freed one by one (`block_allocator.py`). The cost is
+    The order is that of vLLM v0's evictor, for blocks that are freed one by one (`block_allocator.py`). The cost is
     O(log k) a block among k free blocks.
     """
 

@@ -3,8 +3,8 @@
 A prompt that many requests repeat stays; a flood of prompts that nobody repeats goes quickly. The policy learns from
 the traffic which kinds of blocks return.
 
-It counts time in uses: each block that a request frees is one use. docs/decisions/0010-value-policy.md lists the
-variants that were tried.
+The policy counts time in uses: each block that a request frees is one use. docs/decisions/0010-value-policy.md lists
+the variants that were tried.
 
 Each freed block has a class. The class depends on the number of the block's uses, on whether it is the last block of
 its request, and on the number of blocks that the request added. For each class the policy counts the blocks that reach
@@ -222,7 +222,7 @@ class _Hazards:
     def value(self) -> FloatArray:
         """[classes, bins]: log2 of the value times STEPS_PER_DOUBLING, rounded.
 
-        It is computed on demand, so that hits do not wait for the computation.
+        The array is computed on demand, so that hits do not wait for the computation.
         """
         self._update()
         return self._value

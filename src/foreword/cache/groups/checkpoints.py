@@ -69,7 +69,7 @@ class StateCheckpoints:
     def next_after(self, positions: Sequence[int], start: int) -> int:
         """The first position after `start` at which a state is saved.
 
-        It is the next multiple of `interval`, or an earlier one of `positions`.
+        The position is the next multiple of `interval`, or one of `positions` that is earlier.
         """
         at = bisect.bisect_right(positions, start)
         by_interval = (start // self.interval + 1) * self.interval

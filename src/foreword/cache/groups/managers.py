@@ -284,7 +284,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
 class SinkFullAttentionManager(FullAttentionManager):
     """Full attention with sink blocks that are taken once, for all requests, and never given away.
 
-    They are in no request's table: attention reads them before the table's blocks.
+    The sink blocks are in no request's table: attention reads them before the table's blocks.
     """
 
     def __init__(self, spec: SinkFullSpec, tables: BlockTable) -> None:
@@ -329,8 +329,9 @@ class MambaManager(SingleTypeKVCacheManager):
         start 9, end 10   - - 7       block 5 is released (and stays cached)
         start 10, end 13  - - - 7     the state after 12 tokens is not saved: block 7 moves on
 
-    So a step that computes `start` to `end` writes the entry of position end - 1. It reads the entry of position
-    start - 1 or, if that is NULL_BLOCK, the entry that it writes; at start 0 it begins without a state.
+    So a step that computes positions `start` to `end` (exclusive) writes the entry of position end - 1. The step reads
+    the entry of position start - 1 or, if that entry is NULL_BLOCK, the entry that it writes. At start 0, the step
+    begins without a state.
     """
 
     only_appends = False

@@ -47,8 +47,8 @@ class PrefixHit:
     num_tokens: int
     """The number of leading tokens that need not be computed.
 
-    It can be one less than `num_shared_tokens`: if the blocks hold the whole sequence, its last token is still computed
-    for its logits, but the token's KV is not written again.
+    `num_tokens` can be one less than `num_shared_tokens`: if the blocks hold the whole sequence, the last token is
+    still computed for its logits, but its KV is not written again.
     """
     num_shared_tokens: int
     """The number of leading tokens whose KV is in the full blocks of `tables`. This KV must not be written again."""
@@ -137,7 +137,7 @@ class PrefixIndex(Protocol):
         """Index `block_ids` as the sequence's full blocks number `first`, `first + 1`, ...
 
         A block may duplicate an indexed block: both stay. Returns False, and changes nothing, if the blocks before
-        `first` are no longer indexed and lookups could not find these blocks without them.
+        `first` are no longer indexed and lookups therefore could not find the new blocks.
         """
 
     def insert_each(

@@ -227,8 +227,8 @@ def interleave(builder: Any, first: Any, second: Any, target: Any) -> None:
 def _product(num_vectors: int, of_pairs: bool) -> Any:
     """Make a function C = A B, for 1 to ROWS rows of A, and columns that fill `num_vectors` vectors of 16 lanes.
 
-    Its arguments: num_rows; a, lda (bytes between rows); b, [k, lanes] without gaps; k, a number of words; c, ldc
-    (bytes between rows).
+    The function's arguments: num_rows; a, lda (bytes between rows); b, [k, lanes] without gaps; k, a number of words;
+    c, ldc (bytes between rows).
     """
 
     def emit_rows(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:

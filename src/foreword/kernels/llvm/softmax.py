@@ -72,9 +72,10 @@ def find_peak(builder: Any, *arguments: Any) -> None:
 def _weigh(store: Callable[[Any, list[Any], Any, Any, Any], Any]) -> Any:
     """Make the function for the second half of the softmax: a row's unnormalised weights in one chunk, from its peak.
 
-    It replaces scores[start:stop] by 2 ** (factor * score - peak), and writes the sum of the weights to `stats`. The
-    halves are two functions, because a row must wait for its peak, but rows with known peaks do not wait for each
-    other. `store(builder, powers, scores, index, total)` writes two vectors from `index` on, and returns the new total.
+    The function replaces scores[start:stop] by 2 ** (factor * score - peak), and writes the sum of the weights to
+    `stats`. The halves are two functions, because a row must wait for its peak, but rows with known peaks do not wait
+    for each other. `store(builder, powers, scores, index, total)` writes two vectors from `index` on, and returns the
+    new total.
     """
 
     @emit.instructions("aaiif")
@@ -116,12 +117,12 @@ def _store_pairs(builder: Any, powers: list[Any], scores: Any, index: Any, total
 def _coarse_exp2(builder: Any, power: Any) -> Any:
     """2 ** power for power <= 0, to 2 ** -13.5, exactly 1 at 0, exactly 0 from -126 down, on processors with AVX512.
 
-    That suffices for results of 8 bits. 2 ** (power - floor(power)) is a polynomial (the best of degree 3 that is 1 at
-    0). One instruction subtracts the floor, and another adds the floor to the exponent. The second instruction skips
-    lanes that would underflow, because an underflow takes the processor a hundred times as long.
+    This precision suffices for results of 8 bits. 2 ** (power - floor(power)) is a polynomial (the best of degree 3
+    that is 1 at 0). One instruction subtracts the floor, and another adds the floor to the exponent. The second
+    instruction skips lanes that would underflow, because an underflow takes the processor a hundred times as long.
     """
     everywhere = ir.Constant(I16, -1)
-    # 0b1001: the rest above the floor, without exceptions
+    # 0b1001: power - floor(power), without floating-point exceptions
     fraction = _masked(builder, "reduce", everywhere, power, ir.Constant(I32, 0b1001))
     result = emit.polynomial(builder, (1.0, 0.6951168245278162, 0.2276448219148015, 0.0770671974337386), fraction)
     counts = builder.bitcast(builder.fcmp_unordered(">", power, emit.constant(-126.0)), I16)  # or not a number

@@ -53,7 +53,7 @@ def has_tiles() -> bool:
 def _tile_call(builder: Any, name: str, *arguments: Any) -> None:
     """Emit an instruction for tiles.
 
-    If there are no tiles, it emits nothing: the code is then compiled, but never called.
+    If there are no tiles, this function emits nothing: the code is then compiled, but never called.
     """
     if has_tiles():
         emit.call(builder, f"llvm.x86.{name}", *arguments, returns=ir.VoidType())

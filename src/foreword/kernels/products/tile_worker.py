@@ -35,7 +35,8 @@ from foreword.kernels.runtime.compiled import Record, inlined, worker
 
 BLOCK_ROWS = 2 * TILE_ROWS
 MOST_STREAMED_ROWS = 64
-"""The most rows for which each block of rows expands the weights again: for so few, keeping them would cost more."""
+"""The most rows for which each block of rows expands the weights again. Keeping expanded weights would cost more than
+it saves."""
 MOST_UNIT_ROWS, MOST_PANELS, MOST_STREAMED_PANELS = 576, 8, 2
 """The most rows and panels of a unit, and the most panels of a unit with few rows. With few rows, units are smaller,
 because threads wait less for each other if the last unit is small."""

@@ -124,7 +124,7 @@ class Program:
 
 
 class Wires:
-    """Copies numbers of one array to the arguments of many operations. Python would take as long for a single layer."""
+    """Copies numbers of one array to the arguments of many operations, in the time that Python takes for one layer."""
 
     def __init__(self, wires: Sequence[tuple[Operation, str, int]]) -> None:
         """Each of `wires`: an operation, the name of an argument, and the index of the number in the array."""
@@ -257,7 +257,7 @@ def _run_in_threads(call: Callable[[int], None], worker: int, arguments: int) ->
 
 
 _POOL = threading.Lock()
-"""Held while a program runs in the pool: threads of two programs there would wait for each other."""
+"""Held while a program runs in the pool: threads of two programs in the pool would wait for each other."""
 
 
 @functools.cache
@@ -278,7 +278,7 @@ _GET_AND_SET = {"x86_64": (315, 314), "aarch64": (275, 274)}.get(platform.machin
 
 
 def prepare_threads(num_threads: int | None) -> None:
-    """Set the number of threads for numerical code, let them rest while they wait, and log both.
+    """Set the number of threads for numerical code, let these threads rest while they wait, and log the number.
 
     None: torch's choice (its processors, which follow the affinity, or OMP_NUM_THREADS), at most the cgroup's quota.
     """

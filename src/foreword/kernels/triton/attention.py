@@ -73,7 +73,7 @@ class TritonAttention:
         return lay_out_alone(batch, shape) if step is None else lay_out(step, self._tile_queries, shape)
 
     def why_not(self, kv_format: KVFormat, options: AttentionOptions) -> str | None:
-        """It takes every option, over elements that are numbers."""
+        """The kernel takes every option, if elements are numbers and not latent."""
         if kv_format.latent:
             return "takes no latent KV"
         return "takes no KV in codes" if kv_format.is_coded else None

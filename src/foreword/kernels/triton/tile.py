@@ -151,8 +151,8 @@ def merge(peak, total, mixed, chunk_peak, chunk_total, chunk_mixed):
 def finish(peak, total, mixed, sinks, HAS_SINKS: tl.constexpr):
     """The rows' results: mixed / total, with a sink's weight in the total; 0 for rows that saw nothing.
 
-    Adding 0 makes a negative zero positive. The merge of an unseen chunk makes it positive too, and must not change a
-    result.
+    Adding 0 makes a negative zero positive. The merge of an unseen chunk does the same, so without this addition such a
+    merge would change a result.
     """
     if HAS_SINKS:
         new_peak = tl.maximum(peak, sinks)
