@@ -312,8 +312,7 @@ class KVCacheManager(EntryKeeper):
     def retract(self, row: int, num_tokens: int) -> None:
         """Treat a row's slots after the first `num_tokens` as not computed: they hold the KV of rejected draft tokens.
 
-        These slots are not indexed, because only blocks of known tokens are. The row keeps its blocks, and soon fills
-        them.
+        These slots are not indexed, because only blocks of known tokens are. The row keeps its blocks for new tokens.
         """
         assert num_tokens <= self._num_slots[row]
         self._num_slots[row] = num_tokens
@@ -519,10 +518,7 @@ class KVCacheManager(EntryKeeper):
         return self._coordinator.cached_blocks(sequence)
 
     def chance_of_return(self, num_blocks: int) -> float:
-        """The expected share of a request's blocks that will be used again, if the request adds `num_blocks` blocks.
-
-        1.0 without a learning policy.
-        """
+        """The expected share of reused blocks, if a request adds `num_blocks` blocks; 1.0 without a learning policy."""
         policy = self._policy
         return policy.chance_of_return(num_blocks) if isinstance(policy, LearningPolicy) else 1.0
 
@@ -539,18 +535,14 @@ class KVCacheManager(EntryKeeper):
         return self._pool.next_empty(num_blocks)
 
     def hold_blocks(self, block_ids: BlockIds) -> None:
-        """Hold these (distinct) blocks, which a lookup found, so that the pool does not give them away.
-
-        This does not count as a use of the blocks.
-        """
+        """Hold these (distinct) blocks, which a lookup found: the pool keeps them. This does not count as a use."""
         self._pool.hold(block_ids)
         self._held_apart[block_ids] += 1
 
     def hold_source(self, sequence: TokenSequence, num_blocks: int) -> BlockIds | None:
         """Hold the first blocks of a sequence, so that the next step can copy them, and count a use of them.
 
-        Returns None, and changes nothing, if the pool lacks one of these blocks or the present step fills one. Needs
-        one full group.
+        Returns None, and changes nothing, if the pool lacks a block or the present step fills it. Needs one full group.
         """
         [table] = self._coordinator.find_longest_cache_hit(sequence).tables
         if len(table) < num_blocks or self._coordinator.fills(table[:num_blocks].tolist()):
