@@ -97,7 +97,9 @@ def switches(llm: LLM, experts: Sequence[LoRARequest], length: int, repeats: int
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="what adapters cost, and what aLoRA saves")
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="a real checkpoint of a written family")
+    parser.add_argument(
+        "--model", required=True, metavar="FOLDER", help="a checkpoint of a family that foreword implements"
+    )
     parser.add_argument("--prefix", type=int, default=4096, help="tokens of the shared beginning (default: 4096)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds, after one to warm up (default: 5)")
     parser.add_argument("--dtype", default="float32")

@@ -301,8 +301,8 @@ def main() -> None:
     """Reads the command line, measures, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, one round each")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to keep everything measured")
-    parser.add_argument("--cpu-time", action="store_true", help="measure time on the processors")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for all measurements")
+    parser.add_argument("--cpu-time", action="store_true", help="measure processor time, not wall time")
     args = parser.parse_args()
     if "OMP_WAIT_POLICY" not in os.environ:  # as `foreword` sets it; threads that spin would count as work
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

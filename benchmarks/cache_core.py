@@ -375,9 +375,9 @@ def report_curves(curves: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=25, help="rounds per figure (default: %(default)s)")
-    parser.add_argument("--curves", action="store_true", help="also cost against prompt length and pool size")
-    parser.add_argument("--json", type=Path, help="write everything measured there")
-    parser.add_argument("--plot", type=Path, help="draw the curves there, as SVG")
+    parser.add_argument("--curves", action="store_true", help="also measure cost by prompt length and pool size")
+    parser.add_argument("--json", type=Path, help="file for all measurements")
+    parser.add_argument("--plot", type=Path, help="SVG file for the curves")
     arguments = parser.parse_args()
     rounds = arguments.rounds
     version = vllm_version()

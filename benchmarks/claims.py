@@ -301,7 +301,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few requests: shows that it runs")
-    parser.add_argument("--json", action="store_true", help="nothing but the JSON line on standard output")
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone on standard output")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     report = run_benchmark(QUICK if args.quick else FULL, args.seed)

@@ -159,12 +159,12 @@ def more_figures(requests: list[RecordedRequest], rate: float, quick: bool) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="routing over replicas")
-    parser.add_argument("--trace", type=Path, help="a recording in Mooncake's format, in place of made-up traffic")
-    parser.add_argument("--traffic", choices=TRAFFIC, default="agents", help="made-up traffic (default: agents)")
+    parser.add_argument("--trace", type=Path, help="a recording in Mooncake's format, in place of generated traffic")
+    parser.add_argument("--traffic", choices=TRAFFIC, default="agents", help="generated traffic (default: agents)")
     parser.add_argument("--rates", help="prefill tokens a second, such as 9000,6000,4500")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rules", default=",".join(RULES), help="rules to compare (default: all)")
-    parser.add_argument("--more", action="store_true", help="late events, several routers, time of a decision")
+    parser.add_argument("--more", action="store_true", help="also late events, several routers, time of a decision")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     make, rates = TRAFFIC[args.traffic]

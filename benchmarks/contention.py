@@ -153,15 +153,19 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--peers", action="store_true", help="vLLM and llama.cpp too")
+    parser.add_argument("--peers", action="store_true", help="run vLLM and llama.cpp too")
     parser.add_argument("--vllm-python", default=None, help="interpreter of vLLM's environment")
     parser.add_argument("--llama-python", default=None, help="interpreter of llama.cpp's environment")
     parser.add_argument("--model", default=None, help="folder of a checkpoint (default: random weights)")
-    parser.add_argument("--vocab-size", type=int, default=DEMO_SHAPE.vocab_size, help="token ids are below this")
+    parser.add_argument(
+        "--vocab-size", type=int, default=DEMO_SHAPE.vocab_size, help="size of the vocabulary: token ids are below it"
+    )
     parser.add_argument("--length", type=int, default=256, help="tokens of the prompt (default 256)")
     parser.add_argument("--tokens", type=int, default=24, help="tokens of an answer (default 24)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the peers, and outside a quota")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="threads of the peers, and of foreword without a quota"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     pythons = {"foreword": sys.executable}

@@ -286,8 +286,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", metavar="FOLDER", help="a real checkpoint that answers by itself")
-    parser.add_argument("--only", nargs="+", choices=(*COPYING, "random", *REAL), help="default: all of the model's")
-    parser.add_argument("--requests", type=int, nargs="+", default=(1, NUM_REQUESTS), help="at once (default: 1 16)")
+    parser.add_argument(
+        "--only", nargs="+", choices=(*COPYING, "random", *REAL), help="workloads to run (default: all of the model)"
+    )
+    parser.add_argument(
+        "--requests", type=int, nargs="+", default=(1, NUM_REQUESTS), help="requests at once (default: 1 16)"
+    )
     args = parser.parse_args()
     known = REAL if args.model else (*COPYING, "random")
     args.only = args.only or known

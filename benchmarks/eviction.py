@@ -156,10 +156,10 @@ def short_prompts(policy: str | EvictionPolicy, index: str, num_requests: int = 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, help="folder with Mooncake's conversation and synthetic traces")
-    parser.add_argument("--blocks", type=int, default=300_000, help="of each made trace (default: 300,000)")
-    parser.add_argument("--only", action="append", help="traces by name")
-    parser.add_argument("--others", action="store_true", help="replay the policies that the engine has not, too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, too")
+    parser.add_argument("--blocks", type=int, default=300_000, help="blocks of each generated trace (default: 300,000)")
+    parser.add_argument("--only", action="append", help="name of a trace to run, once or more")
+    parser.add_argument("--others", action="store_true", help="also replay the policies that only a replay has")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
     args = parser.parse_args()
 
     short = {}

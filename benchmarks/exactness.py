@@ -110,7 +110,7 @@ def rms_norm(x: Tensor) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
-    parser.add_argument("--fixed-only", action="store_true", help="only what exact=True relies on on a GPU")
+    parser.add_argument("--fixed-only", action="store_true", help="measure only what exact=True needs on a GPU")
     args = parser.parse_args()
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.exit(2, f"--device {args.device}: torch {torch.__version__} sees no CUDA device here\n")

@@ -111,8 +111,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model's folder; the embedded model unless given")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--pool", type=int, default=256, help="blocks of 16 tokens")
-    parser.add_argument("--json", action="store_true", help="the JSON line alone")
+    parser.add_argument("--pool", type=int, default=256, help="blocks of 16 tokens in the pool")
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     args = parser.parse_args()
     with embedded_model() as embedded, LLM(args.model or str(embedded), num_gpu_blocks_override=args.pool) as llm:
         rounds = Rounds(llm, args.rounds)

@@ -71,7 +71,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--requests", type=int, default=200, help="of each server")
+    parser.add_argument("--requests", type=int, default=200, help="requests to each server")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")

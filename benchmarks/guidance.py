@@ -197,8 +197,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=2000, metavar="N", help="of each kind of traffic")
-    parser.add_argument("--json", action="store_true", help="nothing but the JSON line on standard output")
+    parser.add_argument("--requests", type=int, default=2000, metavar="N", help="requests of each kind of traffic")
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone on standard output")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     num_requests = args.requests

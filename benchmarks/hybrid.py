@@ -307,7 +307,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="tiny models: shows that the script works, and no more")
+    parser.add_argument("--quick", action="store_true", help="tiny models: only shows that the script works")
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--requests", default="1,4")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine, with --gguf")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every engine, with --gguf")
     parser.add_argument("--texts", type=Path, default=ROOT / "docs")
     args = parser.parse_args()
     if (args.model is None) == (args.gguf is None):

@@ -114,7 +114,7 @@ def disk_rate(repeats: int) -> float | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="how far stored KV packs without loss")
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a real checkpoint with its tokenizer")
-    parser.add_argument("--level", type=int, default=1, help="of zstd (default: 1)")
+    parser.add_argument("--level", type=int, default=1, help="level of zstd (default: 1)")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)

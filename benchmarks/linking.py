@@ -310,10 +310,10 @@ def main() -> None:
     parser.add_argument("--dtype", help="the model's dtype (default: its checkpoint's)")
     parser.add_argument("--pool-tokens", type=int, default=POOL_TOKENS, help="tokens of the pool (default: 40000)")
     parser.add_argument("--controlled", default="none", help="method of the negative controls (default: none)")
-    parser.add_argument("--tasks", type=listed, default=list(TASK_NAMES), help=f"of {', '.join(TASK_NAMES)}")
+    parser.add_argument("--tasks", type=listed, default=list(TASK_NAMES), help=f"tasks, of {', '.join(TASK_NAMES)}")
     parser.add_argument("--sizes", type=sizes_of, help="tokens x parts (default: 512x2,512x4,1024x8,2048x16)")
     parser.add_argument("--methods", type=listed, default=list(METHODS))
-    parser.add_argument("--questions", type=int, default=500, help="of each task and size (default: 500)")
+    parser.add_argument("--questions", type=int, default=500, help="questions of each task and size (default: 500)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if unknown := set(args.tasks) - set(TASK_NAMES):

@@ -40,7 +40,10 @@ def main() -> None:
     parser.add_argument("--vision-layers", type=int, default=12)
     parser.add_argument("--text-layers", type=int, default=30)
     parser.add_argument(
-        "--width", type=int, default=2560, help="pixels; with the default height 15 tiles and the whole"
+        "--width",
+        type=int,
+        default=2560,
+        help="width in pixels; by default the picture has 15 tiles, and the whole as one more",
     )
     parser.add_argument("--height", type=int, default=1536)
     parser.add_argument("--repeats", type=int, default=3)

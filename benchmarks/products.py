@@ -107,7 +107,7 @@ def measure_steps(repeats: int) -> list[dict[str, float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15, help="of each product (default: 15)")
+    parser.add_argument("--repeats", type=int, default=15, help="runs of each product (default: 15)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)

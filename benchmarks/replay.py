@@ -179,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="speed of foreword replay")
     parser.add_argument("--trace", type=Path, help="a recording in Mooncake's format")
     parser.add_argument("--copies", type=int, default=12)
-    parser.add_argument("--requests", type=int, default=12_000, help="of made-up traffic, an hour's")
+    parser.add_argument("--requests", type=int, default=12_000, help="requests of one hour of generated traffic")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true")

@@ -34,9 +34,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="what sampling costs beside greedy decoding")
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a real checkpoint with its tokenizer")
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vLLM")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of every engine")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="dtype of every engine")
     parser.add_argument("--repeats", type=int, default=5, help="rounds, after one to warm up (default: 5)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine (default: all cores)")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="threads of every engine (default: all cores)"
+    )
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error(f"--repeats {args.repeats} is too few; run at least 1")

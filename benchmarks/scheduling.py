@@ -344,10 +344,10 @@ def engine_run(quick: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that the script works")
     parser.add_argument("--traces", type=Path, help="folder with Mooncake's traces")
     parser.add_argument("--num-recorded", type=int, default=800, help="requests of each trace (default: 800)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only workloads with this in their names")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only workloads whose names contain this")
     parser.add_argument("--no-engine", action="store_true", help="simulate only")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -182,8 +182,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=16, help="requests that decode together (default: 16)")
     parser.add_argument("--steps", type=int, default=40, help="steps whose medians are taken (default: 40)")
-    parser.add_argument("--threads", type=int, default=1, help="for numerical code (default: 1, by processor time)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model: shows that it runs, and nothing else")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of numerical code (default: 1, which measures processor time)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model: only shows that the script runs")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone on stdout")
     args = parser.parse_args()
     for name in ("batch", "steps", "threads"):

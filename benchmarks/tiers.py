@@ -288,10 +288,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--flips", type=int, default=100_000)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--engine", choices=("full", "quick", "none"), default="full", help="figures of an engine")
+    parser.add_argument(
+        "--engine", choices=("full", "quick", "none"), default="full", help="which figures of an engine to measure"
+    )
     parser.add_argument("--prompts", type=int, default=7, help="prompts of 4,096 tokens for the engine (default: 7)")
-    parser.add_argument("--model", action="append", default=[], help="a real model's folder, to be restarted")
-    parser.add_argument("--restarts", type=int, default=12, help="of each --model (default: 12)")
+    parser.add_argument("--model", action="append", default=[], help="folder of a real model to restart")
+    parser.add_argument("--restarts", type=int, default=12, help="restarts of each --model (default: 12)")
     parser.add_argument("--vllm", metavar="PATH", help="a wheel or folder of vLLM, or `auto`; default: not measured")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     args = parser.parse_args()

@@ -172,8 +172,8 @@ def resource_usage(binary: bytes) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few of each kind")
-    parser.add_argument("--capability", type=int, default=90, help="of the GPU to compile for; 90 is Hopper")
+    parser.add_argument("--quick", action="store_true", help="only a few variants of each kind")
+    parser.add_argument("--capability", type=int, default=90, help="compute capability to compile for; 90 is Hopper")
     arguments = parser.parse_args()
     facts = []
     columns = (

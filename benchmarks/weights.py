@@ -163,13 +163,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="foreword in both arithmetics and llama.cpp on the same GGUF files")
     parser.add_argument("--file", required=True, metavar="PATH", help="a GGUF file")
     parser.add_argument("--shape", choices=SHAPES, help="make a file of this shape with random weights")
-    parser.add_argument("--types", default="", help="types to write the file again in, with commas between")
+    parser.add_argument("--types", default="", help="types in which to write the file again, separated by commas")
     parser.add_argument("--llama-python", metavar="PATH", help="interpreter of an environment with llama-cpp-python")
     parser.add_argument("--repeats", type=int, default=5, help="rounds, after one to warm up (default: 5)")
     parser.add_argument(
         "--prompt", type=int, default=1024, metavar="N", help="tokens that a hit shares (default: 1024)"
     )
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine (default: all cores)")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="threads of every engine (default: all cores)"
+    )
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error(f"--repeats {args.repeats} is too few; run at least 1")

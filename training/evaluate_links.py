@@ -51,7 +51,7 @@ def main() -> None:
     """Read the command line, evaluate, print a table and a JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a Hugging Face folder")
-    parser.add_argument("--questions", type=int, default=200, help="per task and length")
+    parser.add_argument("--questions", type=int, default=200, help="questions per task and length")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

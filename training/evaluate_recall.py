@@ -191,7 +191,7 @@ def main() -> None:
     """Read the command line, evaluate, print the table and a JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="a Hugging Face folder")
-    parser.add_argument("--questions", type=int, default=500, help="per length")
+    parser.add_argument("--questions", type=int, default=500, help="questions per length")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float32"])
     parser.add_argument("--seed", type=int, default=0)

@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--decay-steps", type=int, default=800)
-    parser.add_argument("--hops-first", type=int, default=150, help="first steps, of two hops alone")
+    parser.add_argument("--hops-first", type=int, default=150, help="number of first steps, which teach two hops alone")
     parser.add_argument("--grow", type=int, nargs="*", default=[500, 1000])
     parser.add_argument("--linked-share", type=float, default=0.0, help="share of the later batches that are linked")
     parser.add_argument("--linked-from", type=int, default=800, help="step from which on batches are linked")
