@@ -1,4 +1,4 @@
-"""What attention costs on the CPU: the compiled kernel, two-phase attention, and what else could be done.
+"""The time of attention on the CPU: the compiled kernel, two-phase attention, and their alternatives.
 
     PYTHONPATH=src python benchmarks/attention.py            all figures (about 3 minutes)
     ... --quick                                              small sizes, one round each

@@ -253,7 +253,7 @@ def curve_over_lengths(with_vllm: bool, rounds: int) -> dict[str, dict[str, dict
 
 
 def curve_over_pools(with_vllm: bool, operations: int) -> dict[str, dict[str, dict[int, float]]]:
-    """Median ms by pool size, every block cached: a random prompt of 1,600 tokens that hits, one that evicts."""
+    """Median ms by pool size, with every block cached: a prompt of 1,600 tokens that hits, and one that evicts."""
     length = 1_600
     curves: dict[str, dict[str, dict[int, float]]] = {"hit": {}, "miss": {}}
     for num_blocks in (1_000, 10_000, 100_000, 1_000_000):

@@ -429,7 +429,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b", help="sizes of the random model (default: 1.5b)")
     parser.add_argument("--without", default="", help="sections to leave out, separated by commas")
-    # To show that the script runs where there is no GPU: its figures mean nothing.
+    # These options show that the script runs without a GPU. Its figures then mean nothing.
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

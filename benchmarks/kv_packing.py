@@ -90,7 +90,7 @@ def packing(sides: list[torch.Tensor], dtype: str, level: int, repeats: int) -> 
 
 
 def disk_rate(repeats: int) -> float | None:
-    """MB/s of reading a file of the working folder past the page cache; None where that is not allowed."""
+    """MB/s of reading a file of the working folder past the page cache; None if the system does not allow that."""
     with NamedTemporaryFile(dir=".") as file, mmap.mmap(-1, 1 << 23) as buffer:
         for _ in range(READ // len(buffer)):
             file.write(buffer)

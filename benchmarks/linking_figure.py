@@ -1,4 +1,4 @@
-"""Draws what linking costs in answers: right answers over the share of tokens computed, a curve for each method.
+"""Draws the right answers that linking costs, over the share of tokens computed, with a curve for each method.
 
     python benchmarks/linking_figure.py benchmarks/results/linking.json docs/images/linking.svg [--size 512x4]
 

@@ -1,4 +1,4 @@
-"""Decoding with sampling beside greedy decoding, on a real checkpoint: what a draw costs at its size of vocabulary.
+"""Decoding with sampling beside greedy decoding, on a real checkpoint: the cost of a draw at its vocabulary's size.
 
 Each kind of sampling is interleaved with greedy decoding (A B C, then C B A, ...), so a ratio compares times of the
 same minute. Prompts are pieces of this repository's architecture page, different in every round. Drafts are off,

@@ -68,7 +68,7 @@ class Sent:
 
 
 class Superseding(KVCacheManager):
-    """Gives up blocks of sessions; if `supersedes`, those that a session's newest prompt no longer has."""
+    """A manager that, if `supersedes`, gives up a session's blocks that its newest prompt no longer has."""
 
     supersedes = False
 

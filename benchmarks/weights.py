@@ -43,7 +43,7 @@ SHAPES = {
 }
 """Sizes of Qwen2's 0.5B and 1.5B models, with SmolLM2's vocabulary. Keys are names in a GGUF file's metadata."""
 ENGINES = {"foreword": ("foreword", "auto"), "foreword int8": ("foreword", "int8"), "llama.cpp": ("llama.cpp", "auto")}
-"""Names in the report -> the engine, and how weights are multiplied."""
+"""By name in the report: the engine, and the arithmetic in which it multiplies weights."""
 REQUANTIZE = """
 import ctypes, sys
 import llama_cpp as api

@@ -124,7 +124,7 @@ def _reader(space: slice, size: float = 1.0) -> Tensor:
 
 
 def _match_keys(third: Qwen3Attention, previous_of: Tensor) -> None:
-    """Makes three heads find values with the same key, preferably later ones, and one find what followed a token."""
+    """Makes three heads find values with the question's key, preferably late ones, and one a token's successor."""
     recent = torch.zeros(HEAD_DIM)
     recent[9:15] = 2 * (1 / 6) ** 0.5
     for head in range(NUM_HEADS - 1):

@@ -1,6 +1,6 @@
 """Conversations with tools: lists of tools, lookups, their results and the answers, for training and evaluation.
 
-Knows messages, no tokens. A tool's result may differ from what the prompt said before: the latest result counts.
+Knows messages, no tokens. A tool's result may contradict facts in the prompt; the latest result counts.
 """
 
 from __future__ import annotations

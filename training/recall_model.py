@@ -137,7 +137,7 @@ def _gather_mode(first: Qwen3Attention) -> None:
 
 
 def _match_keys(first: Qwen3Attention, second: Qwen3Attention) -> None:
-    """Second layer: makes heads find values with the same key, and one head find what followed a token.
+    """Second layer: makes heads find values with the question's key, and one head find the token after a given token.
 
     The heads use only dimensions that hardly rotate, so that distance does not matter. They copy what they attend to,
     because the output projection starts as the transposed value projection (after the mimetic initialisation of
