@@ -139,7 +139,7 @@ def measure_lives(competing: list[Contender], rounds: int, decoded: int = 0) -> 
 
 
 def measure_decoding(competing: list[Contender], rounds: int) -> dict[str, Samples]:
-    """Steps of many running requests whose lengths are spread evenly: a 16th of them fills a block each step."""
+    """Times steps of many running requests with evenly spread lengths, so that 1/16 of them fill a block each step."""
     running: dict[str, list[Any]] = {}
     for one in competing:
         one.reset()

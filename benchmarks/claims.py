@@ -6,8 +6,8 @@
     one document     10,000 requests about one document of 512 tokens
     upkeep           share of the run time that the cache itself takes: "0.3%"
 
-Each claim gives first a count of computed tokens, which does not depend on the machine, then a ratio of times. The
-limit of a figure is what a cache would give that finds everything and costs nothing. `upkeep` is the time inside the
+For each claim the script gives a count of computed tokens, which does not depend on the machine, and a ratio of times.
+The limit of a figure is that of a cache that finds everything and costs nothing. `upkeep` is the time inside the
 cache's manager, including block tables and free blocks. An engine without a prefix cache needs these two as well, so
 their time is reported, too. Without the cache, `one document` runs only the first 500 of its requests, because each
 request computes the same number of tokens. Models have random weights.

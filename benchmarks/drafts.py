@@ -16,7 +16,8 @@ texts in which each token has a few likely successors, as in language:
 Each workload runs with one request, and with 16 different ones at once. Times begin when each request has its first
 token. `gain_cpu` compares the process's processor time instead, for machines that other programs use too.
 
-Targets: edit, quote, agent and retry gain at least 2.5x for one request, and 1.3x for 16 at once; random, 0.97x.
+Targets: edit, quote, agent and retry gain at least 2.5x for one request and 1.3x for 16 at once; random is at least
+0.97x.
 
 `--model FOLDER` takes a real checkpoint instead. It first answers requests about pieces of this repository's pages
 without drafts, and these answers take the place of the written ones.

@@ -13,9 +13,9 @@ of the call, so they include what an engine does around its model.
     multi_turn_s       8 conversations at a time, 6 turns: a common system prompt of 512 tokens, 64 new tokens and
                        32 out per turn; from an empty cache to the end of the last turn
 
-The limit of a figure is what the machine's arithmetic and memory rates (measured before and after; the better ones
-count) allow an engine that computes each token once, reads all weights once per step, and reads shared KV once for all
-requests of a step that share it.
+The limit of a figure follows from the machine's arithmetic and memory rates, measured before and after the engines (the
+better rates count). It is the figure of an engine that computes each token once, reads all weights once per step, and
+reads shared KV once for all requests of a step that share it.
 
     python benchmarks/engine.py [--peers --vllm-python PATH --llama-python PATH] [--repeats N] [--quick] [--json]
 

@@ -54,7 +54,7 @@ Row = dict[str, object]
 
 
 def pools(requests: list[RecordedRequest]) -> tuple[dict[str, int], float]:
-    """Capacities by name, and what unlimited memory finds."""
+    """Capacities by the pool's name, and the share of blocks that unlimited memory finds."""
     one_pass = OnePass()
     for request in requests:
         one_pass.admit(request)

@@ -65,7 +65,7 @@ def measure(sources: Path, folder: Path, dtype: str) -> dict[str, float]:
 
 
 def compare(family: str, sources: dict[str, Path], rounds: int, dtype: str) -> dict[str, dict[str, float]]:
-    """For each figure the medians of both checkouts and their ratio."""
+    """For each figure, the medians of both checkouts, and the ratio of the medians."""
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in sources}
     with TemporaryDirectory() as folder:
         config, sizes = FAMILIES[family]

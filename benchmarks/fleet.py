@@ -49,7 +49,7 @@ def server(*args: str) -> Iterator[str]:
 
 
 def ask(session: httpx.Client, url: str, prompt: list[int]) -> tuple[float, list[float], str]:
-    """Milliseconds to the first text and between events, and the text."""
+    """Asks once. Returns milliseconds to the first text, milliseconds between later events, and the answer's text."""
     body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
     sent = time.perf_counter()
     times, text = [], ""

@@ -1,4 +1,4 @@
-"""The host's time for a decoding step on a GPU, measured without one.
+"""The host's time for a decoding step on a GPU, measured without a GPU.
 
     python benchmarks/gpu_host.py [--batch 256] [--context 1024] [--steps 64] [--temperature 0] [--json]
 

@@ -1,4 +1,4 @@
-"""Models whose layers remember in different ways: what they hold, what they hit, and what a hit gains.
+"""Models whose layers remember in different ways: their memory per sequence, their hit rate, and the gain of a hit.
 
 Four models of 0.3 to 0.5 billion random parameters in bfloat16, in the shapes of gemma3 (a window of 512 in five
 layers of six), gpt_oss (a window of 128 in every other layer, sinks, experts), qwen3_next (a recurrent state in three

@@ -67,7 +67,7 @@ def fill(pool: FormatPool) -> None:
 
 
 def alternate(runs: dict[str, Callable[[], Any]], rounds: int, *, before: str, after: str) -> dict[str, Any]:
-    """Seconds of both in alternating rounds, after a warm-up round, and how much faster `after` is than `before`."""
+    """Seconds of each run in alternating rounds, after a warm-up round, and the speedup of the run `after`."""
     wall: dict[str, list[float]] = {name: [] for name in runs}
     processor = dict.fromkeys(runs, 0.0)
     for number in range(rounds + 1):

@@ -33,7 +33,7 @@ time to choose its tokens.
         [--dtype float32] [--pool-tokens 8000] [--controlled first-16] [--tasks order,scope]
         [--sizes 512x4,2048x16] [--methods none,first-16] [--questions 500] [--seed 0]
 
-One task at one size takes minutes: run it in pieces. The last line is JSON.
+One task at one size takes minutes, so run a few tasks and sizes at a time. The last line is JSON.
 """
 
 from __future__ import annotations

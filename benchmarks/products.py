@@ -1,4 +1,4 @@
-"""Linear layers from weights of 12 bits: ours beside oneDNN's, in time and in bits.
+"""Compares foreword's linear layers with weights of 12 bits and oneDNN's, in time and in equal bits.
 
 For every shape and number of rows, foreword and oneDNN compute the same product alternately in one process. On
 processors with AMX tiles, a second process repeats this with oneDNN restricted to vectors, as foreword restricts it.

@@ -115,7 +115,7 @@ def few_shot(rng: np.random.Generator, scale: int) -> Workload:
 
 
 def tree_of_thoughts(rng: np.random.Generator, scale: int) -> Workload:
-    """Problems whose thoughts branch in three, four levels deep. Requests of one level of all problems come mixed."""
+    """Problems whose thoughts branch into three, on four levels. Requests of one level come mixed over all problems."""
     blocks = Blocks()
     levels: list[list[list[int]]] = [[blocks.new(40) for _ in range(2 * scale)]]
     for _ in range(3):

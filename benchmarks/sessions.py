@@ -153,7 +153,7 @@ def seconds_waited(sent: list[Sent], num_blocks: int, policy: str, variant: str,
 
 
 def made(kind: str, seed: int, num_blocks: int) -> list[Sent]:
-    """Seeded traffic whose prompts have `num_blocks` blocks in total."""
+    """Seeded traffic. It ends when its prompts have `num_blocks` blocks in total."""
     (traffic, size), found, total = KINDS[kind], [], 0
     for context in traffic(np.random.default_rng(seed)):
         keys = context.keys(size)[: context.num_tokens // size]

@@ -14,8 +14,8 @@ in runs of 40. For the scan the files are sparse: headers are in their real plac
 steps beside loads and stores. Each `--model` names a real model, whose first request is measured after each of 12
 restarts.
 
-`--vllm` measures vLLM's file tier beside ours on the same bytes (`tiers_vllm.py`): `auto` lets pip download a wheel
-into the temporary folder; a wheel or a folder that holds `vllm/` is read where it lies.
+`--vllm` measures vLLM's file tier beside ours on the same bytes (`tiers_vllm.py`). With `auto`, pip downloads a wheel
+into the temporary folder; otherwise give a wheel, or a folder that holds `vllm/`.
 
 `--kills N` kills N processes while they store. `--flips N` flips N random bits of segments, headers and snapshots, and
 loads the damaged parts. The last line is JSON.

@@ -86,7 +86,7 @@ RUN_BLOCKS = 8
 
 
 def numbered(first: int) -> tuple[BlockKeys, np.ndarray]:
-    """Names and payloads of a run, the same in every process."""
+    """Names and payloads of a run, drawn from the seed `first`, so that every process gets the same."""
     rng = np.random.default_rng(first)
     return random_keys(rng, RUN_BLOCKS), rng.integers(0, 256, (RUN_BLOCKS, KILL_BYTES), np.uint8)
 

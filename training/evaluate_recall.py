@@ -76,7 +76,7 @@ class Case:
 
 
 def make_case(rng: Random, tokenizer: PreTrainedTokenizerFast, length: int, number: int) -> Case:
-    """A fresh conversation of about `length` tokens, never more, whose last answer is asked for."""
+    """A fresh conversation of about `length` tokens, never more. The model must write its last answer."""
     num_turns = 1 if number % 2 == 0 else rng.randint(2, min(20, max(2, length // 50)))
     placement: recall.Placement = "system" if number // 2 % 2 == 0 else "user"
     num_facts = recall.num_facts_for(length - num_turns * recall.TOKENS_PER_TURN - 20)
@@ -91,7 +91,7 @@ def make_case(rng: Random, tokenizer: PreTrainedTokenizerFast, length: int, numb
 
 
 def make_agent_case(rng: Random, tokenizer: PreTrainedTokenizerFast, length: int, number: int) -> Case:
-    """A fresh conversation of at most about `length` tokens, whose last call and answer are asked for."""
+    """A fresh conversation of at most about `length` tokens. The model must write its last call and answer."""
     num_rounds = 1 if number % 2 == 0 else rng.randint(2, min(20, max(2, length // 100)))
     is_same = number // 2 % 2 == 1
     num_facts = recall.num_facts_for(length - num_rounds * TOKENS_PER_ROUND - TOKENS_PER_TOOLS)

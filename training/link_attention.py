@@ -1,4 +1,4 @@
-"""Attention over prompts whose parts are linked, as the engine leaves it, for training and evaluation.
+"""Attention over prompts with linked parts, for training and evaluation. It gives the same results as the engine.
 
 Each part is computed right after the head, and sees only the head and itself. Tokens after the parts see all tokens,
 with keys rotated to their positions in the prompt and values unchanged. So one pass over the whole prompt computes what
