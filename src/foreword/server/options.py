@@ -54,7 +54,8 @@ class ServerConfig:
     record: Path | None = None
     """File to which requests are recorded for `foreword replay`, without their text."""
     server_secret: str | None = None
-    """Secret that separates tenants' cached prefixes, or FOREWORD_SERVER_SECRET. None: a random one at each start."""
+    """Secret that separates tenants' cached prefixes, or FOREWORD_SERVER_SECRET. None: a random one at each start of a
+    server with keys."""
     share_prefix: tuple[Path, ...] = ()
     """Text files. Prompts of any tenant that begin with such a text share its tokens in the cache."""
     allow_media_domain: tuple[str, ...] = ()

@@ -132,6 +132,15 @@ def test_without_keys_everybody_shares_and_only_salts_part(keys_file):
     assert tenants.namespace(tenants.tenant_of(None), "s") is not None
 
 
+def test_without_keys_a_salt_names_the_same_prefixes_after_a_restart(keys_file):
+    anybody = Tenants().tenant_of(None)
+    first, again = (Tenants().namespace(anybody, "s") for _ in range(2))
+    assert first == again
+    assert Tenants().namespace(anybody, "t") != first
+    with_keys = [Tenants(keys_file=keys_file), Tenants(api_key="sk"), Tenants(api_key="sk"), Tenants(server_secret="x")]
+    assert len({first, *(tenants.namespace(anybody, "s") for tenants in with_keys)}) == 5
+
+
 def test_a_prompt_is_public_as_far_as_the_longest_prefix_that_it_has_whole():
     public = [np.arange(10, dtype=np.int32), np.array([0, 1, 2], np.int32), np.empty(0, np.int32)]
     assert num_shared(np.arange(12, dtype=np.int32), public) == 10

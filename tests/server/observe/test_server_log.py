@@ -163,3 +163,20 @@ def test_a_server_that_anybody_reaches_without_a_key_warns(caplog: pytest.LogCap
         log_addresses("http://x", options, ServerConfig(host=host, api_key=key))
         assert sum(record.levelno == logging.WARNING for record in caplog.records) == num_warnings
         assert "--kv-cache-memory-bytes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tier", "server", "warns"),
+    [
+        ({"cache_dir": "kv"}, {"api_key": "k"}, True),
+        ({"cache_store": "valkey://x"}, {"keys_file": Path("keys")}, True),
+        ({"cache_dir": "kv"}, {"api_key": "k", "server_secret": "s"}, False),
+        ({"cache_dir": "kv"}, {}, False),
+        ({}, {"api_key": "k"}, False),
+    ],
+)
+def test_a_server_with_keys_whose_tier_a_restart_cannot_use_warns(
+    caplog: pytest.LogCaptureFixture, tier: dict[str, Any], server: dict[str, Any], warns: bool
+) -> None:
+    log_addresses("http://x", EngineConfig.from_options("m", **tier), ServerConfig(**server))
+    assert ("set FOREWORD_SERVER_SECRET" in caplog.text) is warns

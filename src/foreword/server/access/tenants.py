@@ -82,7 +82,9 @@ class Tenants:
         quotas_work: bool = True,
     ) -> None:
         """Read the file. Raises ConfigError if it cannot be read, or has quotas although `quotas_work` is false."""
-        self._secret = (server_secret or secrets.token_hex(32)).encode()
+        has_keys = api_key is not None or keys_file is not None
+        # Without keys there is one tenant. Its salts name the same prefixes after a restart, and on other servers.
+        self._secret = (server_secret or (secrets.token_hex(32) if has_keys else "")).encode()
         self._always = {} if api_key is None else {digest(api_key): Tenant(ANYBODY)}
         self._file = keys_file
         self._quotas_work = quotas_work

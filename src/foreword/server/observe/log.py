@@ -82,7 +82,14 @@ def log_addresses(url: str, options: EngineConfig, config: ServerConfig) -> None
     log_event("listening", f"API at {{url}}/v1, {where}, metrics at {{url}}/metrics", url=url, dashboard=dashboard)
     for advice in _advice(options, config):
         log_event("advice", f"to change: {advice}")
-    if config.api_key is None and config.keys_file is None and not is_loopback(config.host):
+    has_keys = config.api_key is not None or config.keys_file is not None
+    has_tier = options.tiers.cache_dir is not None or options.tiers.cache_store is not None
+    if has_keys and has_tier and config.server_secret is None:
+        logger.warning(
+            "a restart will not find what is stored now, because the secret of tenants' prefixes is "
+            "new at each start; set FOREWORD_SERVER_SECRET, and keep it"
+        )
+    if not has_keys and not is_loopback(config.host):
         logger.warning(
             "whoever reaches %s may use this server, because it asks for no key; set --api-key or --keys-file", url
         )
