@@ -118,7 +118,8 @@ def _options_of(cls: type) -> dict[str, Option]:
 
 def read_fields(config: object) -> None:
     """Check and convert the fields of a configuration object that is being built. Raises ConfigError."""
-    for name, option in _options_of(type(config)).items():
+    cls: type = type(config)
+    for name, option in _options_of(cls).items():
         value = option.read(getattr(config, name))
         object.__setattr__(config, name, option.default if value is None else value)
 

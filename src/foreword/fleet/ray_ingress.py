@@ -63,7 +63,8 @@ def build(args: Mapping[str, Any]) -> serve.Application:
             options.setdefault(name, value)
     options.setdefault("server_secret", secrets.token_hex(16))  # one secret for all fronts, which share caches
     options.setdefault("replicas", 1)
-    config, fleet = (kind(**_read(options, kind)) for kind in (ServerConfig, FleetConfig))
+    config = ServerConfig(**_read(options, ServerConfig))
+    fleet = FleetConfig(**_read(options, FleetConfig))
     EngineConfig.from_options(model, **options)  # refuse wrong options before anything starts
     engine = application(model, options, fleet)
     front = serve.deployment(
