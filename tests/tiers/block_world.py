@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -77,7 +79,7 @@ def load(tier: Tier, keys: BlockKeys, num_bytes: int = BLOCK_BYTES, *, may_move:
     failed = np.isin(ticket.report.outcomes, [Outcome.MISSING, Outcome.CORRUPT, Outcome.IO_ERROR, Outcome.TIMEOUT])
     found = tier.lookup(keys.select(failed))
     if may_move and found.any():
-        load(tier, keys.select(failed).select(found), num_bytes)
+        load(tier, keys.select(failed).select(found), num_bytes, may_move=True)  # it may be moved once more
     else:
         assert not found.any(), "a block that failed is still found"
     return ticket.report
@@ -96,6 +98,15 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "what the test waits for does not come"
         time.sleep(0.005)
+
+
+def open_files() -> set[tuple[str, str]]:
+    """The descriptors of this process, each with its target. Garbage of earlier tests may close some at any time."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, as the one that lists them
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
 
 
 def segment_files(path: Path) -> list[Path]:

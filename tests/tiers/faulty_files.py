@@ -57,6 +57,17 @@ class HangingFiles(RealFiles):
         return super().read(fd, out, offset, uncached=uncached)
 
 
+class StuckSource:
+    """Memory of a run whose blocks cannot be copied until the test lets them."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def take(self, index: int, out: memoryview) -> None:
+        self.reached.set()
+        assert self.go_on.wait(60)
+
+
 class SmallDisk(RealFiles):
     """A disk with room for a number of bytes of segments; a write beyond it writes what fits, then fails."""
 

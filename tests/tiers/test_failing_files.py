@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +15,21 @@ import pytest
 from doors import state_of
 from foreword.errors import ConfigError
 from foreword.tiers.disk.state import DiskOptions
-from foreword.tiers.tier import Buffers
+from foreword.tiers.tier import BlockRun, Buffers
 from lanes import slow
-from tiers.block_world import BLOCK_BYTES, WAIT_S, keys_of, load, opened, run_of, segment_files, store, until
-from tiers.faulty_files import FailingFiles, HangingFiles, SmallDisk
+from tiers.block_world import (
+    BLOCK_BYTES,
+    WAIT_S,
+    keys_of,
+    load,
+    open_files,
+    opened,
+    run_of,
+    segment_files,
+    store,
+    until,
+)
+from tiers.faulty_files import FailingFiles, HangingFiles, SmallDisk, StuckSource
 
 SMALL = DiskOptions(
     budget_bytes=1 << 20, min_free_bytes=0, segment_bytes=64 << 10, staging_bytes=64 << 10, rescan_s=60, upkeep_s=0.01
@@ -118,15 +131,18 @@ def test_a_read_that_fails_costs_its_blocks_alone(tmp_path):
         assert again.by_reason() == {"done": report.num_done, "missing": 120 - report.num_done}
 
 
-def test_a_disk_that_hangs_holds_up_neither_the_caller_nor_its_memory(tmp_path):
-    files = HangingFiles()
+def test_a_disk_that_hangs_holds_up_neither_the_caller_nor_its_memory(tmp_path, monkeypatch):
+    files, late_s = HangingFiles(), 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s)
+    monkeypatch.setattr("foreword.tiers.ticket.time", clock)
     tier = opened(tmp_path, files=files)
     store(tier, keys_of(range(4)))
     files.hangs = True
     out = np.zeros((4, BLOCK_BYTES), np.uint8)
     sink = Buffers([row.data for row in out])
-    ticket = tier.load(keys_of(range(4)), np.full(4, BLOCK_BYTES), sink, deadline_s=0.2)
+    ticket = tier.load(keys_of(range(4)), np.full(4, BLOCK_BYTES), sink, deadline_s=WAIT_S)
     assert files.reached.wait(WAIT_S)
+    late_s = WAIT_S  # the deadline is over, while the read hangs
     assert ticket.wait(WAIT_S)
     assert ticket.report.by_reason() == {"timeout": 4}
     assert not tier.lookup(keys_of(range(4))).any()
@@ -140,9 +156,10 @@ def test_a_disk_that_hangs_holds_up_neither_the_caller_nor_its_memory(tmp_path):
 
 def test_a_cancelled_load_keeps_no_segment_open(tmp_path):
     files, keys, num_bytes = HangingFiles(), keys_of(range(9)), 1_000_001
-    with opened(tmp_path, replace(SMALL, budget_bytes=64 << 20, segment_bytes=16 << 20), files=files) as tier:
+    options = replace(SMALL, budget_bytes=64 << 20, segment_bytes=16 << 20, upkeep_s=600.0)  # which opens folders
+    with opened(tmp_path, options, files=files) as tier:
         assert store(tier, keys, num_bytes).num_done == 9
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_files()
         files.hangs = True
         sink = Buffers([bytearray(num_bytes)] * 9)
         ticket = tier.load(keys, np.full(9, num_bytes), sink, deadline_s=WAIT_S)
@@ -150,7 +167,7 @@ def test_a_cancelled_load_keeps_no_segment_open(tmp_path):
         ticket.cancel()
         files.go_on.set()
         assert load(tier, keys_of([99])).by_reason() == {"missing": 1}  # it comes after the cancelled one
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_files() <= before
         assert load(tier, keys, num_bytes).num_done == 9
 
 
@@ -236,13 +253,18 @@ def test_something_else_in_the_place_of_a_segment_is_refused(filled, tmp_path, k
 
 
 def test_a_store_beyond_the_queue_is_dropped_and_counted(tmp_path):
+    source = StuckSource()
     options = DiskOptions(
         budget_bytes=1 << 20, min_free_bytes=0, segment_bytes=64 << 10, max_queued_store_bytes=10 * BLOCK_BYTES
     )
     with opened(tmp_path, options) as tier:
+        first = tier.store(BlockRun.chain(keys_of([300]), BLOCK_BYTES, source))
+        assert source.reached.wait(WAIT_S)  # or a fast disk would keep up with the runs
         tickets = [tier.store(run_of(keys_of(range(4 * n, 4 * n + 4)))) for n in range(40)]
-        assert all(ticket.wait(WAIT_S) for ticket in tickets)
+        source.go_on.set()
+        assert all(ticket.wait(WAIT_S) for ticket in [first, *tickets])
         dropped = sum(ticket.report.by_reason().get("queue_full", 0) for ticket in tickets)
+        assert dropped == 4 * 38, "one block is being stored, and two runs wait"
         assert tier.stats().not_stored == {"queue_full": dropped}
         until(lambda: tier.stats().queued_store_bytes == 0)
         assert store(tier, keys_of(range(200, 211))).num_done == 11, "a run that waits for nobody was refused"

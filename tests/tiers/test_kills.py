@@ -105,6 +105,9 @@ def test_two_processes_keep_to_one_budget(tmp_path):
     for _ in range(60):
         for child in children:
             child.stdout.readline()
+    for child in children:
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)  # a child that still runs removes files while they are measured
     used = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*") if path.is_file())
     for child in children:
         kill(child)
