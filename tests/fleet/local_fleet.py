@@ -18,7 +18,7 @@ from foreword.cluster import DecisionLog, RoutingCore, RoutingOptions
 from foreword.demo.run import embedded_model
 from foreword.fleet.front import EngineFacts, open_front
 from foreword.fleet.link import Members, ReplicaLostError
-from foreword.fleet.messages import Delta, Refused, Told
+from foreword.fleet.messages import Complete, Delta, Refused, Told
 from foreword.fleet.replica import Replica
 from foreword.fleet.routed import RoutedEngines
 from foreword.llm import LLM
@@ -44,7 +44,8 @@ class LocalLink:
         self.questions: Counter[str] = Counter()
         """Whether each goes on."""
         self.deaths: list[int] = []
-        """After each of these numbers of pieces with tokens, the replica that answers is lost."""
+        """After each of these numbers of pieces with tokens, the replica that answers is lost; at the latest before it
+        tells the end, because a busy event loop joins pieces."""
         self.running = 0
         self._gate = asyncio.Event()
         self._gate.set()
@@ -59,7 +60,8 @@ class LocalLink:
         self.stopped: set[str] = set()
         """Replicas of which nothing comes, as if their processes were stopped."""
         self.stops_after: int | None = None
-        """After this number of pieces with tokens, the replica that answers is stopped; once."""
+        """After this number of pieces with tokens, the replica that answers is stopped; once. At the latest, like
+        `deaths`, before it tells the end."""
 
     def hold(self) -> None:
         """Let submissions wait before they reach a replica."""
@@ -94,9 +96,10 @@ class LocalLink:
         try:
             async with aclosing(self.replicas[replica].generate(data)) as told:
                 async for messages in told:
-                    if num_pieces == dies_after:
+                    is_end = isinstance(messages[-1], Complete)
+                    if dies_after is not None and (num_pieces == dies_after or is_end):
                         raise ReplicaLostError(f"{replica} was killed", died=True)
-                    if num_pieces == self.stops_after:
+                    if self.stops_after is not None and (num_pieces == self.stops_after or is_end):
                         self.stops_after = None
                         self.stopped.add(replica)
                     await self._while_stopped(replica)

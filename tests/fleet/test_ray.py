@@ -21,7 +21,6 @@ from typing import Any
 import httpx
 import pytest
 
-from events.test_sockets import free_port
 from fleet.local_ray import descendants, left_of, local_machines, local_ray
 from fleet.test_routed import SAMPLINGS, complete, long_prompt, streamed
 from foreword.config import EngineConfig
@@ -31,6 +30,7 @@ from foreword.fleet.front import open_front
 from foreword.fleet.options import FleetConfig
 from foreword.server.options import ServerConfig
 from foreword.server.verbs import SNAPSHOT
+from free_ports import free_port
 from live_server import MODEL, ServerProcess, ServerThread, embedded_llm, post, wait_until
 
 pytestmark = [
