@@ -80,8 +80,13 @@ def test_a_client_that_leaves_a_stream_frees_its_blocks(server, path):
 
 
 def test_a_client_that_does_not_wait_for_a_whole_answer_frees_its_blocks(server):
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=0.5)
+    with socket.create_connection(server.url.removeprefix("http://").split(":")) as client_that_leaves:
+        body = json.dumps(LONG).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        client_that_leaves.sendall(head.encode() + b"\r\n\r\n" + body)
+        wait_until(server.service.records.running)
     assert_all_free(server)
     assert server.service.records.recent(1)[0].outcome == "disconnected"
 
@@ -152,18 +157,30 @@ def test_an_engine_that_dies_fails_what_runs_and_what_comes(server, llm, monkeyp
     llm.engine.check_integrity()
 
 
-def test_while_the_loop_is_busy_deltas_pile_up_and_nothing_is_lost_or_reordered(server):
+def test_while_the_loop_is_busy_deltas_pile_up_and_nothing_is_lost_or_reordered(server, llm, monkeypatch):
     body = {"model": MODEL, "prompt": "The code of the falcon", "max_tokens": 60, "seed": 3, **ENDLESS}
     whole = post(server.url, "/v1/completions", body).json()["choices"][0]["text"]
+    is_busy, runner = threading.Event(), runner_of(llm.engine)
+    execute = runner.execute
+
+    def wait_for_the_loop(batch):
+        """The engine does not get ahead before the loop is busy."""
+        if any(entry.request.num_output_tokens == 2 for entry in batch.entries):
+            assert is_busy.wait(60)
+        return execute(batch)
+
+    monkeypatch.setattr(runner, "execute", wait_for_the_loop)
 
     async def keep_busy() -> None:
         """On the event loop, until the engine is far ahead of it."""
         [record] = server.service.records.running()
+        is_busy.set()
         wait_until(lambda: record.num_output_tokens >= 40)
 
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
-        server.start(keep_busy())
+        busy = server.start(keep_busy())
         events = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+        busy.result(60)
     texts = [json.loads(event)["choices"][0]["text"] for event in events]
     assert "".join(texts) == whole
     assert len(texts) < 60, "some chunks carry several tokens"
