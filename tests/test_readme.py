@@ -11,7 +11,6 @@ import io
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from free_ports import free_port
 from real_models import real_gguf
 
 ROOT = Path(__file__).parents[1]
@@ -99,13 +99,10 @@ def clone(tmp_path: Path) -> Path:
 
 
 def run_shell(blocks_to_run: list[str], folder: Path) -> str:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = str(listening.getsockname()[1])
     # A server that outlives a failed command would hold the output open, and the test with it.
     script = "set -eum\ntrap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n" + "".join(blocks_to_run)
     ran = subprocess.run(
-        ["bash", "-c", script.replace("8000", port)],
+        ["bash", "-c", script.replace("8000", str(free_port()))],
         cwd=folder,
         env={
             **os.environ,

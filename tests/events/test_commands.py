@@ -13,11 +13,11 @@ import pytest
 
 from doors import counted_keys
 from events.engine_with_events import EVERYTHING, EngineWithEvents, as_ints, hashes, reachable
-from events.test_sockets import free_port
 from foreword import LLM, SamplingParams, cli
 from foreword.cache import AllBlocksCleared
 from foreword.errors import ConfigError
 from foreword.events.subscriber import Subscriber
+from free_ports import free_port
 from live_server import FALCON, MODEL, ServerProcess
 from polling import poll_until
 

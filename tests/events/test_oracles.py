@@ -26,12 +26,12 @@ import numpy as np
 import pytest
 
 from events.engine_with_events import EVERYTHING, EngineWithEvents, as_ints, reachable
-from events.test_sockets import free_port
 from events.test_wire import A, B, as_decoded, variant
 from foreword.cache import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys
 from foreword.engine import Prompt
 from foreword.events.wire import decode_batch
 from foreword.request import SamplingParams
+from free_ports import free_port
 from live_server import wait_until
 
 WHEELS = os.environ.get("FOREWORD_WHEELS")

@@ -1,6 +1,5 @@
 """Events over real sockets: a mirror equals the pool, whatever happens to the messages, and the engine never waits."""
 
-import socket
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,7 @@ from foreword.errors import ConfigError
 from foreword.events.publisher import Publisher, binds
 from foreword.events.subscriber import Subscriber
 from foreword.events.wire import decode_live
+from free_ports import free_port
 from polling import poll_until
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -144,13 +144,6 @@ def test_a_publisher_listens_at_literal_and_loopback_addresses_and_says_where(
 def test_a_publisher_calls_a_consumer_at_names_and_other_machines() -> None:
     assert [binds(f"tcp://{host}:5557") for host in ("collector", "192.0.2.7", "[2001:db8::7]")] == [False] * 3
     assert binds("ipc:///run/events")
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def test_an_overflowing_feed_burns_a_number_and_a_snapshot_repairs_the_mirror() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from free_ports import free_port
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serve.md"
 
@@ -18,12 +19,9 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serve.md"
 def test_the_guides_commands_work_one_after_the_other(tmp_path):
     blocks = re.findall(r"^```sh\n(.*?)^```$", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 6
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = str(listening.getsockname()[1])
     # A server that outlives a failed command would hold the output open, and the test with it.
     script = "set -eum\ntrap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n" + "".join(blocks).replace(
-        "8000", port
+        "8000", str(free_port())
     ).replace("serve path/to/model", "serve")
     command = tmp_path / "bin" / "foreword"
     command.parent.mkdir()

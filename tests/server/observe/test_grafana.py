@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import shutil
-import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import httpx
 import pytest
 
 from events.raw_publisher import RawPublisher
+from free_ports import free_port
 from live_server import ServerProcess, post, wait_until
 from server.watch.test_watch import stored, watching
 
@@ -31,12 +31,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(PROMETHEUS is None, reason="needs Debian's package prometheus"),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 @contextmanager
