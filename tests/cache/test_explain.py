@@ -168,6 +168,41 @@ def test_a_request_that_asks_not_to_be_looked_up_is_told_so(index):
 
 
 @both_indexes
+def test_tokens_that_differ_before_the_limit_of_a_hit_were_never_seen(index):
+    """A request that scores its prompt from some token on may read all tokens before that one."""
+    manager = manager_with_ledger(index)
+    run(manager, sequence("a", range(20)))
+    for name, tokens, reason in (
+        ("b", [*range(9), *range(50, 61)], MissReason.NEVER_SEEN),  # 2 tokens before the limit
+        ("c", range(20), MissReason.LOOKUP_SKIPPED),
+    ):
+        seq = sequence(name, tokens)
+        seq.most_hit_tokens = 11
+        explanation = manager.explain(seq)
+        assert explanation.reason is reason
+        assert explanation.num_hit_tokens == (11 if name == "c" else 8 if index == "hash" else 9)
+
+
+class HasAll:
+    """Tiers that have every block."""
+
+    def why_missed(self, sequence, num_tokens, *, was_here):
+        return MissReason.IN_TIER
+
+
+@both_indexes
+@pytest.mark.parametrize(("most", "reason"), [(11, MissReason.LOOKUP_SKIPPED), (12, MissReason.IN_TIER)])
+def test_a_block_in_which_the_limit_of_a_hit_ends_is_not_loaded(index, most, reason):
+    manager = manager_with_ledger(index)
+    manager.below = HasAll()
+    run(manager, sequence("a", range(8)))
+    seq = sequence("b", range(20))
+    seq.most_hit_tokens = most
+    explanation = manager.explain(seq)
+    assert (explanation.num_hit_tokens, explanation.reason) == (8, reason)
+
+
+@both_indexes
 def test_what_another_request_is_computing_is_in_flight(index):
     manager = manager_with_ledger(index)
     first = sequence("a", range(12))

@@ -114,7 +114,7 @@ def explain_lookup(
     if hit.num_tokens >= length - 1:
         return LookupExplanation(length, hit.num_tokens, None)
     limit = sequence.most_hit_tokens
-    if limit is not None and hit.num_tokens + coordinator.alignment > limit:
+    if limit is not None and hit.num_tokens >= coordinator.longest_hit(limit):
         return LookupExplanation(length, hit.num_tokens, MissReason.LOOKUP_SKIPPED)
     reason, eviction = coordinator.why_missed(sequence, hit)
     missing = hit.num_shared_tokens // sequence.block_size
@@ -122,7 +122,9 @@ def explain_lookup(
         reason = MissReason.IN_FLIGHT
     elif below is not None and reason in MAY_LIE_BELOW:
         was_here = reason is MissReason.EVICTED
-        reason = below.why_missed(sequence, hit.num_shared_tokens, was_here=was_here) or reason
+        reason_below = below.why_missed(sequence, hit.num_shared_tokens, was_here=was_here)
+        if reason_below is not None:  # a block is not loaded if the limit ends in it
+            reason = reason_below if sequence.may_hit(missing) else MissReason.LOOKUP_SKIPPED
     divergence = coordinator.index.diverges(sequence, MAX_CONTINUATION_TOKENS)
     num_filling = 0
     if divergence is not None and divergence.position > hit.num_tokens:

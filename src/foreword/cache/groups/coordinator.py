@@ -159,6 +159,10 @@ class KVCacheCoordinator(ABC):
 
     # ------------------------------------------------- reasons of misses; they need a ledger
 
+    def longest_hit(self, limit: int) -> int:
+        """The length of the longest possible hit of at most `limit` tokens."""
+        return limit // self.alignment * self.alignment
+
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
         """Why the first full block after the hit was not found."""
         return MissReason.NEVER_SEEN, None

@@ -183,6 +183,9 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             table[number] = original
             self.pool.free_blocks(np.array([block_id], np.int32))
 
+    def longest_hit(self, limit: int) -> int:
+        return limit  # a hit may end inside a cached block
+
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
         assert self._account is not None
         assert self._ledger is not None
