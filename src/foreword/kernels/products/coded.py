@@ -212,7 +212,7 @@ class Panels:
 
         def side_by_side(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
             """[outputs, ...] -> [panels, ..., 16]"""
-            whole = np.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)])
+            whole = np.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)]) if missing else array
             return np.moveaxis(whole.reshape(num_panels, PANEL, *array.shape[1:]), 1, -1)
 
         target = self.memory[first // PANEL : first // PANEL + num_panels]
@@ -227,7 +227,8 @@ class Panels:
             integers = side_by_side(codes.integers.view(np.uint8))
             integers = integers.reshape(num_panels, num_steps, -1, kind.parts, PANEL).swapaxes(2, 3)
             parts.append(integers.reshape(num_panels, num_steps, -1))
-        units = side_by_side(codes.codes).reshape(num_panels, num_steps, -1, self._unit, PANEL).swapaxes(3, 4)
+        quads = codes.codes.view(np.uint32) if self._unit == QUAD else codes.codes  # bytes alone are moved slowly
+        units = np.ascontiguousarray(side_by_side(quads)).view(codes.codes.dtype)
         units = units.reshape(num_panels, num_steps, -1, PANEL * self._unit)
         parts += [_to_plane(units, bits, low) for bits, low in kind.places]
         steps = np.concatenate(parts, axis=2)

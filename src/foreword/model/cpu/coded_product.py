@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -116,8 +117,12 @@ class CodedProduct:
         memory = _WEIGHTS.allocate(Panels.num_bytes(weight.kind, weight.shape))
         self._panels = Panels(weight.kind, weight.shape, memory, QUAD if weight.in_integers else 1)
         step = max(PANEL, FILLED // self.in_features // PANEL * PANEL)
-        for first in range(0, self.out_features, step):
+
+        def fill(first: int) -> None:
             self._panels.fill(first, weight.codes(first, min(first + step, self.out_features)))
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(fill, range(0, self.out_features, step)))
         num_panels, num_supers, super_bytes = self._panels.memory.shape
         self._bias = torch.zeros(num_panels * PANEL)
         if bias is not None:
