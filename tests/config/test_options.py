@@ -104,7 +104,7 @@ def test_no_option_is_in_two_places() -> None:
 def test_a_field_with_a_docstring_is_an_option() -> None:
     option = options_of(ServerConfig)["max_body_bytes"]
     assert (option.flag, option.kind, option.default) == ("--max-body-bytes", int, 16 * 2**20)
-    assert option.help.startswith("Most bytes")
+    assert option.help.startswith("Limit of a request's body")
     assert option.default_text == "16 MiB"
 
 
