@@ -96,6 +96,11 @@ class NetworkNames:
     def products(self) -> tuple[str, ...]:
         return (*self.gate_up, self.down)
 
+    def shapes(self, hidden: int, inner: int) -> dict[str, tuple[int, int]]:
+        """The shapes [out, in] of the products of a network with this intermediate size."""
+        outputs = inner if len(self.gate_up) > 1 else 2 * inner
+        return {**dict.fromkeys(self.gate_up, (outputs, hidden)), self.down: (hidden, inner)}
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
@@ -140,11 +145,25 @@ class ExpertSpec:
     def network(self, expert: int) -> NetworkNames:
         return NetworkNames((self.gate.format(expert), self.up.format(expert)), self.down.format(expert))
 
-    @property
-    def common(self) -> tuple[str, ...]:
-        """Names of products that every row passes."""
-        gate = () if self.shared_gate is None else (self.shared_gate,)
-        return (self.router,) if self.shared is None else (self.router, *self.shared.products, *gate)
+    def shapes(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """The shapes [out, in] of all products, without experts in one tensor."""
+        shapes = {self.router: (self.count, hidden)}
+        if self.shared is not None and self.shared_width is not None:
+            shapes |= self.shared.shapes(hidden, self.shared_width)
+            shapes |= {} if self.shared_gate is None else {self.shared_gate: (1, hidden)}
+        for expert in range(self.count if self.stack is None else 0):
+            shapes |= self.network(expert).shapes(hidden, self.width)
+        return shapes
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors that are no product's: the correction, and experts in one tensor."""
+        shapes: dict[str, tuple[int, ...]] = {} if self.correction is None else {self.correction: (self.count,)}
+        if self.stack is not None:
+            shapes[f"{self.stack}.gate_up_proj"] = self.count, hidden, 2 * self.width
+            shapes[f"{self.stack}.gate_up_proj_bias"] = self.count, 2 * self.width
+            shapes[f"{self.stack}.down_proj"] = self.count, self.width, hidden
+            shapes[f"{self.stack}.down_proj_bias"] = self.count, hidden
+        return shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,21 +194,14 @@ class LatentSpec:
         return self.size + self.turned
 
     @property
-    def products(self) -> tuple[str, ...]:
-        """Names of products that may have a bias; `up` has none."""
-        return () if self.query_rank is None else (self.query_up,)
-
-    @property
     def norms(self) -> dict[str, int]:
         sizes = {self.norm: self.size}
         return sizes if self.query_rank is None else {**sizes, self.query_norm: self.query_rank}
 
     def shapes(self, num_heads: int) -> dict[str, tuple[int, int]]:
-        """The shapes of the products whose inputs are not the layer's rows."""
-        shapes = {self.up: (num_heads * (self.plain + self.value), self.size)}
-        if self.query_rank is not None:
-            shapes[self.query_up] = num_heads * (self.plain + self.turned), self.query_rank
-        return shapes
+        """The shapes [out, in] of the products that may have a bias and do not read the layer's rows."""
+        width = num_heads * (self.plain + self.turned)
+        return {} if self.query_rank is None else {self.query_up: (width, self.query_rank)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +219,6 @@ class WeightNames:
     key_norm: str | None = None
     sinks: str | None = None
     """Name of a tensor with one score per head, which takes part in the softmax but has no value (arXiv 2309.17453)."""
-
-    @property
-    def products(self) -> tuple[str, ...]:
-        """Names of the weights that multiply rows in attention; each may have a bias."""
-        return (*self.project, self.output)
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -272,3 +279,48 @@ class DecoderSpec:
     def mixed_width(self) -> int:
         """Width of the rows that attention gives the output product."""
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value)
+
+    def products(self, has_experts: bool) -> dict[str, tuple[int, int]]:
+        """The shapes [out, in] of the products of a layer with or without experts, by their modules' names.
+
+        Each may have a bias. Experts in one tensor, and the product `LatentSpec.up`, are not among them.
+        """
+        names, hidden = self.names, self.hidden_size
+        sizes = self.widths if len(names.project) > 1 else (sum(self.widths),)
+        shapes = {name: (size, hidden) for name, size in zip(names.project, sizes, strict=True)}
+        shapes[names.output] = hidden, self.mixed_width
+        shapes |= {} if self.latent is None else self.latent.shapes(self.num_heads)
+        if has_experts and self.experts is not None:
+            return shapes | self.experts.shapes(hidden)
+        return shapes | names.network.shapes(hidden, self.intermediate_size)
+
+    def weights(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """The shapes of the weights that a checkpoint must have, and of those that it may have, by their names.
+
+        It may have biases of products, and a head that is the embedding.
+        """
+        table = (self.vocab_size, self.hidden_size)
+        must: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table, "model.norm.weight": table[1:]}
+        may: dict[str, tuple[int, ...]] = {"lm_head.weight": table} if self.tied else {}
+        must |= {} if self.tied else {"lm_head.weight": table}
+        kinds = {has: self.products(has) for has in {layer.has_experts for layer in self.layers}}
+        for number, layer in enumerate(self.layers):
+            begin, products = f"model.layers.{number}", kinds[layer.has_experts]
+            must |= {f"{begin}.{name}.weight": shape for name, shape in products.items()}
+            may |= {f"{begin}.{name}.bias": shape[:1] for name, shape in products.items()}
+            must |= {f"{begin}.{name}": shape for name, shape in self._tensors(layer).items()}
+        return must, may
+
+    def _tensors(self, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
+        """The shapes of a layer's other tensors, by their names below the layer's."""
+        names, latent = self.names, self.latent
+        heads = (self.head_dim, self.head_dim) if self.head_norm == "each head" else self.widths[:2]
+        norms = {**dict.fromkeys(names.norms, self.hidden_size), **({} if latent is None else latent.norms)}
+        norms |= {name: size for name, size in zip((names.query_norm, names.key_norm), heads, strict=True) if name}
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,) for name, size in norms.items()}
+        shapes |= {} if names.sinks is None else {names.sinks: (self.num_heads,)}
+        if latent is not None:
+            shapes[f"{latent.up}.weight"] = self.num_heads * (latent.plain + latent.value), latent.size
+        if layer.has_experts and self.experts is not None:
+            shapes |= self.experts.tensors(self.hidden_size)
+        return shapes

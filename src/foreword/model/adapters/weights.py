@@ -51,21 +51,15 @@ def places(spec: DecoderSpec) -> dict[str, Place]:
 
 
 def _in(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, Place]]:
-    names, hidden, inner = spec.names, spec.hidden_size, spec.intermediate_size
-    products: list[tuple[int, Sequence[str], Sequence[int], int]] = [
-        (PROJECT, names.project, spec.widths, hidden),
-        (OUTPUT, (names.output,), (hidden,), spec.mixed_width),
-    ]
-    if not spec.layers[layer].has_experts:
-        products += [
-            (GATE, names.network.gate_up, (inner, inner), hidden),
-            (DOWN, (names.network.down,), (hidden,), inner),
-        ]
-    for product, modules, widths, inputs in products:
-        widths, first = widths if len(modules) > 1 else (sum(widths),), 0
-        for part, (name, width) in enumerate(zip(modules, widths, strict=True)):
-            yield name, Place(PRODUCTS * layer + product, part, first, width, inputs)
-            first += width
+    names, shapes = spec.names, spec.products(spec.layers[layer].has_experts)
+    modules_of = names.project, (names.output,), names.network.gate_up, (names.network.down,)
+    for product, modules in zip((PROJECT, OUTPUT, GATE, DOWN), modules_of, strict=True):
+        first = 0
+        for part, name in enumerate(modules):
+            if name in shapes:
+                width, inputs = shapes[name]
+                yield name, Place(PRODUCTS * layer + product, part, first, width, inputs)
+                first += width
 
 
 def most_bytes(spec: DecoderSpec, rank: int) -> int:

@@ -7,7 +7,7 @@ list it, the model runs in transformers' own modules.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,52 +94,13 @@ def find_spec(values: Mapping[str, Any], weights: Collection[str]) -> DecoderSpe
     if spec.experts is not None and spec.experts.stack is not None:
         is_stacked = any(f".{spec.experts.stack}.gate_up_proj" in name for name in weights)
         spec = spec if is_stacked else replace(spec, experts=replace(spec.experts, stack=None))
-    places = _places(spec)
-    missing, surplus = sorted(places - set(weights)), sorted(set(weights) - places - _optional_places(spec))
+    must, may = spec.weights()
+    missing, surplus = sorted(must.keys() - set(weights)), sorted(set(weights) - must.keys() - may.keys())
     if missing:
         raise UnwrittenError(f"no weight {missing[0]!r}")
     if surplus:
         raise UnwrittenError(f"weight {surplus[0]!r}")
     return spec
-
-
-def _places(spec: DecoderSpec) -> set[str]:
-    """Names of the weights that a model must have."""
-    names = set() if spec.tied else {"lm_head.weight"}
-    for number, layer in enumerate(spec.layers):
-        of_layer = {f"{name}.weight" for name in (*_products(spec, layer), *spec.names.norms)}
-        of_layer |= set() if spec.names.sinks is None else {spec.names.sinks}
-        if spec.latent is not None:
-            of_layer |= {f"{name}.weight" for name in (spec.latent.up, *spec.latent.norms)}
-        if layer.has_experts and spec.experts is not None and spec.experts.correction is not None:
-            of_layer.add(spec.experts.correction)
-        if layer.has_experts and spec.experts is not None and spec.experts.stack is not None:
-            of_layer |= {
-                f"{spec.experts.stack}.{name}{end}" for name in ("gate_up_proj", "down_proj") for end in ("", "_bias")
-            }
-        names |= {f"model.layers.{number}.{name}" for name in of_layer}
-    return names | {"model.embed_tokens.weight", "model.norm.weight"}
-
-
-def _optional_places(spec: DecoderSpec) -> set[str]:
-    """Names of the weights that a model may have: biases of linear layers, and a tied head."""
-    layers = enumerate(spec.layers)
-    biases = {f"model.layers.{number}.{name}.bias" for number, layer in layers for name in _products(spec, layer)}
-    return biases | {"lm_head.weight"}
-
-
-def _products(spec: DecoderSpec, layer: LayerSpec) -> Iterator[str]:
-    """Names of a layer's weights that may have a bias, without experts that are in one tensor."""
-    yield from spec.names.products
-    if spec.latent is not None:
-        yield from spec.latent.products
-    if not layer.has_experts or spec.experts is None:
-        yield from spec.names.network.products
-        return
-    yield from spec.experts.common
-    if spec.experts.stack is None:
-        for number in range(spec.experts.count):
-            yield from spec.experts.network(number).products
 
 
 # ---------------------------------------------------------------------------------------------- families
