@@ -14,10 +14,10 @@ from foreword.config import ModelConfig
 from foreword.errors import ConfigError
 from foreword.model.gpu.runner import RunnerLimits
 from foreword.model.layout import LayoutOptions
+from foreword.model.machine import available_cpu_bytes, total_cpu_bytes
 from foreword.model.memory import (
     GPU_DEFAULT_SHARE,
     MemoryUse,
-    available_cpu_bytes,
     kv_cache_bytes,
     largest_step,
     measure_memory_use,
@@ -59,7 +59,7 @@ def test_a_gpu_uses_nine_tenths_unless_told_otherwise() -> None:
 def test_on_a_cpu_the_share_is_of_what_is_available() -> None:
     share = kv_cache_bytes(ModelConfig("m", gpu_memory_utilization=0.01), None)
     assert share == pytest.approx(0.01 * available_cpu_bytes(), rel=0.5)
-    assert 0 < share < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < share < total_cpu_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_the_default_on_a_cpu_follows_what_requests_can_use() -> None:

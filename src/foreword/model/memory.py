@@ -7,11 +7,8 @@ total      |---------------------------- utilisation ---------------------------
 from __future__ import annotations
 
 import logging
-import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +20,7 @@ from foreword.model.gpu.device import Device
 from foreword.model.gpu.runner import DeviceRunner, RunnerLimits
 from foreword.model.layout import CacheLayout
 from foreword.model.loader import LoadedModel
+from foreword.model.machine import available_cpu_bytes
 from foreword.model.storage import KVStorage
 from foreword.request import Request, SamplingParams
 
@@ -54,24 +52,6 @@ def kv_cache_bytes(
     if most_running_bytes is not None:  # the same size again keeps the KV of ended requests
         limit = min(limit, max(CPU_DEFAULT_LEAST_BYTES, 2 * most_running_bytes))
     return min(int(CPU_DEFAULT_SHARE * available), limit)
-
-
-def available_cpu_bytes() -> int:
-    """The memory that is still free: the system's, or the container's if that is less."""
-    kib = re.search(r"^MemAvailable:\s+(\d+)", _text("/proc/meminfo"), re.MULTILINE)
-    limits = [(int(kib[1]) * 1024 if kib else 0) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    maximum, current = _text("/sys/fs/cgroup/memory.max"), _text("/sys/fs/cgroup/memory.current")
-    if maximum.isdecimal() and current.isdecimal():
-        limits.append(max(0, int(maximum) - int(current)))
-    return min(limits)
-
-
-def _text(path: str) -> str:
-    """The text of a file; empty if it cannot be read."""
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,8 @@ is wrong with it.
 from __future__ import annotations
 
 import json
+import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 
 from foreword.config import ModelConfig
+from foreword.config.sizes import format_bytes
 from foreword.errors import UnsupportedModelError
 from foreword.model.checkpoint.config_json import read_config, read_raw
 from foreword.model.checkpoint.facts import LOADABLE, SIDE_FILES, choose_dtype, max_positions, token_ids
@@ -27,7 +30,12 @@ from foreword.model.checkpoint.picture_models import VisionFiles, parted
 from foreword.model.checkpoint.tensors import Place, StoredPlace, StoredTensors, UnreadableError, safetensors_places
 from foreword.model.cpu.coded_product import HAS_INSTRUCTIONS
 from foreword.model.cpu.product import can_multiply
-from foreword.model.spec import DecoderSpec, NetworkNames
+from foreword.model.machine import total_cpu_bytes
+from foreword.model.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+EXPANDED_SHARE = 0.5
+"""Weights in codes are expanded only if they then take at most this share of the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +78,51 @@ def read_stored(options: ModelConfig) -> StoredModel:
     vision = None
     if not files and not is_grouped:
         plain, vision = parted(folder, read_raw(folder), safetensors_places(folder))
+    is_coded = bool(files) or is_grouped
+
+    def coded_places(keeps_codes: bool) -> Mapping[str, Place]:
+        return _grouped(folder, quantized, keeps_codes) if is_grouped else gguf_places(files, keeps_codes=keeps_codes)
+
+    places: Mapping[str, Place] = coded_places(True) if is_coded else plain
     # Without instructions for bfloat16, float32 rows times 16-bit weights are several times as fast as bfloat16 rows.
     # Experts in one tensor would become float32, so they keep bfloat16.
     is_apart = all(isinstance(place, StoredPlace) and len(place.shape) < 3 for place in plain.values())
     keeps_bits = values["dtype"] == "bfloat16" and is_apart
     in_integers = options.weight_arithmetic == "int8"
     is_widened = not can_multiply() and keeps_bits
-    is_widened |= (bool(files) or is_grouped) and (in_integers or not can_multiply())
+    is_widened |= is_coded and (
+        in_integers or not can_multiply() or (options.dtype == "auto" and not _fits(folder, places))
+    )
     is_widened &= HAS_INSTRUCTIONS
     dtype = choose_dtype(options, "float32" if is_widened else values["dtype"], device)
     if dtype == torch.float16:
         raise UnreadableError("float16, which may not hold all weights")
     # With instructions for bfloat16, weights in 12 bits are multiplied faster than codes: see docs/decisions/0050.
     keeps_codes = in_integers or not (dtype == torch.bfloat16 and can_multiply())
-    places: Mapping[str, Place]
-    if is_grouped:
-        places = _grouped(folder, quantized, keeps_codes)
-    elif files:
-        places = gguf_places(files, keeps_codes=keeps_codes)
-    else:
-        places = plain
-        if "embed_tokens.weight" in plain:  # a model without a head, as embedding models are stored
-            places = {f"model.{name}": place for name, place in plain.items()}
-            values = {**values, "tie_word_embeddings": True}
+    if is_coded and not keeps_codes:
+        places = coded_places(False)
+    if "embed_tokens.weight" in plain:  # a model without a head, as embedding models are stored
+        places = {f"model.{name}": place for name, place in plain.items()}
+        values = {**values, "tie_word_embeddings": True}
     weights = StoredTensors(str(folder), _of_layers(places, values), dtype, in_integers=in_integers)
     longest = max_positions(SimpleNamespace(**values))
     return StoredModel(values, weights, dtype, device, longest, _ends(folder, values), vision)
+
+
+def _fits(folder: Path, places: Mapping[str, Place]) -> bool:
+    """Whether weights take at most `EXPANDED_SHARE` of the memory in 12 bits each. A log line says so if they do not.
+
+    Free memory does not count, because the type of rows, and so the bits of answers, would change with it.
+    """
+    num_bytes, total = 3 * sum(math.prod(place.shape) for place in places.values()) // 2, total_cpu_bytes()
+    if num_bytes <= EXPANDED_SHARE * total:
+        return True
+    logger.info(
+        "the weights of %s stay in their codes: expanded, they would take %s of %s; dtype=bfloat16 expands them, for "
+        "faster prompts",
+        folder.name, format_bytes(num_bytes), format_bytes(total),
+    )  # fmt: skip
+    return False
 
 
 def _of_layers(places: Mapping[str, Place], values: Mapping[str, Any]) -> Mapping[str, Place]:
@@ -134,52 +161,11 @@ def _grouped(folder: Path, config: Any, keeps_codes: bool) -> dict[str, Place]:
 
 def check_shapes(spec: DecoderSpec, weights: StoredTensors) -> None:
     """Raise UnreadableError for a weight that does not fit the spec."""
-    names, hidden = spec.names, spec.hidden_size
-    widths, head, latent = spec.widths, spec.head_dim, spec.latent
-    products = {names.output: (hidden, spec.mixed_width)}
-    products |= {} if latent is None else latent.shapes(spec.num_heads)
-    sizes = widths if len(names.project) > 1 else (sum(widths),)
-    products |= {name: (size, hidden) for name, size in zip(names.project, sizes, strict=True)}
-    products |= _of_network(names.network, hidden, spec.intermediate_size)
-    of_layer: dict[str, tuple[int, ...]] = {} if names.sinks is None else {names.sinks: (spec.num_heads,)}
-    experts = spec.experts
-    if experts is not None:
-        products[experts.router] = experts.count, hidden
-        for number in range(experts.count):
-            products |= _of_network(experts.network(number), hidden, experts.width)
-        if experts.shared is not None and experts.shared_width is not None:
-            products |= _of_network(experts.shared, hidden, experts.shared_width)
-        products |= {} if experts.shared_gate is None else {experts.shared_gate: (1, hidden)}
-        of_layer |= {} if experts.correction is None else {experts.correction: (experts.count,)}
-        if experts.stack is not None:
-            shape = experts.count, hidden, experts.width
-            of_layer |= {
-                f"{experts.stack}.gate_up_proj": (*shape[:2], 2 * shape[2]),
-                f"{experts.stack}.gate_up_proj_bias": (shape[0], 2 * shape[2]),
-                f"{experts.stack}.down_proj": (shape[0], shape[2], shape[1]),
-                f"{experts.stack}.down_proj_bias": shape[:2],
-            }
-    of_layer |= {f"{name}.weight": shape for name, shape in products.items()}
-    of_layer |= {f"{name}.bias": shape[:1] for name, shape in products.items()}
-    norms = {**dict.fromkeys(names.norms, hidden), **({} if latent is None else latent.norms)}
-    of_heads = (head, head) if spec.head_norm == "each head" else widths[:2]
-    norms |= {name: size for name, size in zip((names.query_norm, names.key_norm), of_heads, strict=True) if name}
-    of_layer |= {f"{name}.weight": (size,) for name, size in norms.items()}
-    table = (spec.vocab_size, hidden)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.norm.weight": (hidden,), "model.embed_tokens.weight": table, "lm_head.weight": table
-    }  # fmt: skip
-    for layer in range(len(spec.layers)):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    must, may = spec.weights()
+    shapes = must | may
     for name in weights:
         if weights.shape(name) != shapes[name]:
             raise UnreadableError(f"{name} of shape {weights.shape(name)}, where {shapes[name]} is expected")
-
-
-def _of_network(names: NetworkNames, hidden: int, inner: int) -> dict[str, tuple[int, int]]:
-    """The shapes of a network's products."""
-    outputs = inner if len(names.gate_up) > 1 else 2 * inner
-    return {**dict.fromkeys(names.gate_up, (outputs, hidden)), names.down: (hidden, inner)}
 
 
 def _ends(folder: Path, values: Mapping[str, Any]) -> frozenset[int]:

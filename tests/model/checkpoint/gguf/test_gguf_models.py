@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from safetensors.numpy import load_file, save_file
 from foreword.assembly import load_tokenizer
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from foreword.model.checkpoint import stored
 from foreword.model.checkpoint.gguf.unfold import find_gguf, unfold
+from foreword.model.cpu.product import can_multiply
 from foreword.model.loader import load_model
 from gguf_writer import write_gguf
 from tiny_models import RECIPES, VOCAB_SIZE, Oracle, Recipe, build_engine, complete, greedy, random_tokens, save_model
@@ -108,6 +111,21 @@ def test_each_type_that_can_be_written_answers_as_transformers_does(tmp_path: Pa
     path = tmp_path / "model.gguf"
     plain = write_gguf(save_model(tmp_path / "plain", RECIPES["qwen3"]), path, kind)
     check(path, plain, in_program=kind != "F32")
+
+
+@pytest.mark.skipif(not can_multiply(), reason="weights stay in their codes on this processor")
+def test_weights_that_would_take_most_of_the_memory_stay_in_their_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(save_model(tmp_path / "plain", RECIPES["llama"]), path, "Q8_0")
+    options = ModelConfig(str(unfold(path, with_tokenizer=False)))
+    assert load_model(options).dtype == torch.bfloat16
+    monkeypatch.setattr(stored, "total_cpu_bytes", lambda: 100_000)
+    with caplog.at_level("INFO"):
+        assert load_model(options).dtype == torch.float32
+    assert "stay in their codes: expanded, they would take" in caplog.text
+    assert load_model(replace(options, dtype="bfloat16")).dtype == torch.bfloat16
 
 
 def test_a_tokenizer_is_taken_as_it_is_whatever_the_model(tmp_path: Path) -> None:
