@@ -54,6 +54,17 @@ def test_reasoning_is_split_off_and_counted_and_the_stream_says_the_same(server)
     assert counted.reasoning_tokens == whole.usage.completion_tokens_details.reasoning_tokens
 
 
+def test_log_probabilities_of_reasoning_make_no_items_of_a_streamed_response(server):
+    wish = {"model": MODEL, "temperature": 0, "max_output_tokens": 40, "include": ["message.output_text.logprobs"]}
+    wish["extra_body"] = {"ignore_eos": True}
+    for number in range(6):
+        *_, last = client(server.url).responses.create(**wish, input=f"How warm {number}?", stream=True)
+        [item] = last.response.output
+        assert item.type == "reasoning"
+        whole = client(server.url).responses.create(**wish, input=f"How warm {number}?")
+        assert [each.content for each in whole.output] == [item.content]
+
+
 def test_a_call_is_forced_after_the_thinking(server):
     answer = client(server.url).chat.completions.create(
         **WISH, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, extra_body={"thinking_budget": 3}

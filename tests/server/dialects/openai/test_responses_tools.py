@@ -57,8 +57,10 @@ def test_a_required_call_is_an_item_with_arguments_of_its_schema(url):
         {"tool_choice": {"type": "function", "name": "weather"}},
         {"tools": [WEATHER, CLOCK], "tool_choice": ALLOWED},
         {"parallel_tool_calls": True, "max_output_tokens": 120},
+        {"include": ["message.output_text.logprobs"]},
+        {"include": ["message.output_text.logprobs"], "tool_choice": "auto", "max_output_tokens": 20},
     ],
-    ids=["required", "auto", "named", "allowed", "several, cut off"],
+    ids=["required", "auto", "named", "allowed", "several, cut off", "required, logprobs", "auto, logprobs"],
 )
 def test_streamed_and_whole_responses_are_equal(url, wish):
     whole = call(url, **wish)

@@ -260,6 +260,11 @@ class OutputItems:
             self._logprobs += logprobs
             yield self.event("response.output_text.delta", **self._where, delta=part.text, logprobs=logprobs)
 
+    @property
+    def ends_with_text(self) -> bool:
+        """Whether the output ends with a text, or is empty, so that more text makes no second item."""
+        return self._open is Text or not self.items
+
     def finish(self, status: str) -> Iterator[Event]:
         """End the output. An empty response gets one empty message."""
         if not self.items:
@@ -412,6 +417,11 @@ class _ResponseAnswer(AnswerWriter):
         self._finish_reason: str | None = None
         self._num_bytes = 0
         """The estimated bytes of all deltas so far. The last events repeat the contents of these deltas."""
+        self._detokenizer = self._service.tokenizer.detokenizer(self._service.tokenizer.marker_ids)
+        self._num_chars = 0
+        """The length of the text of all deltas so far."""
+        self._held: Logprobs = []
+        """The log probabilities of tokens whose part is not clear yet."""
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         return num_bytes(deltas, self._body.top_logprobs or 0)
@@ -434,13 +444,32 @@ class _ResponseAnswer(AnswerWriter):
         self._finish_reason = delta.finish_reason
         if self._extras.caching.is_prewarm:
             return []
-        logprobs = self._logprobs(delta)
-        parts = self._chat_answer.read(delta).parts or ([Text("")] if logprobs else [])
         events: list[Event] = []
-        for part in parts:
-            events += self._output.add(part, logprobs)
-            logprobs = []
+        for piece in self._pieces(delta):
+            self._held += self._logprobs(piece)
+            for part in self._chat_answer.read(piece).parts:
+                events += self._output.add(part, self._held)
+                self._held = []
+        if delta.finish_reason is not None and self._held and self._output.ends_with_text:  # such as an end token's
+            events += self._output.add(Text(""), self._held)
         return events
+
+    def _pieces(self, delta: Delta) -> Iterator[Delta]:
+        """Cut a delta into its tokens, so that a log probability stays with its text.
+
+        Without log probabilities, the delta stays whole.
+        """
+        if not delta.logprobs:
+            yield delta
+            return
+        begins = self._service.tokenizer.offsets(delta.token_ids, self._detokenizer)
+        ends = [max(0, begin - self._num_chars) for begin in begins[1:]]
+        self._num_chars += len(delta.text)
+        begin = 0
+        for token_id, of_position, end in zip(delta.token_ids, delta.logprobs, ends, strict=False):
+            yield Delta(delta.choice, delta.text[begin:end], [token_id], [of_position], None)
+            begin = max(begin, end)
+        yield replace(delta, text=delta.text[begin:], token_ids=delta.token_ids[-1:], logprobs=delta.logprobs[-1:])
 
     def _last_events(self) -> list[Event]:
         """Make the last events. Run it in a thread: events repeat the whole answer three times, which takes time."""
