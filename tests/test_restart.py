@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -22,7 +23,7 @@ from foreword.engine.tiering import loads
 from foreword.errors import ConfigError
 from foreword.request import RequestOutput
 from lanes import SLOW, slow
-from live_server import ServerProcess
+from live_server import ServerProcess, wait_until
 from tiers.store_world import shared_server
 from tiny_models import RECIPES, TinyModels, random_tokens, save_model
 
@@ -271,7 +272,7 @@ def test_a_server_that_is_killed_remembers(tmp_path: Path, how: signal.Signals) 
             answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
             answers.append(answer)
             if how == signal.SIGKILL:
-                _wait_until_stored(tmp_path / "cache")
+                wait_until(lambda url=server.url: _num_stored(url) > 250 / 16)
             os.kill(server.pid, how)
             server.wait()
     first, second = (answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers)
@@ -280,14 +281,11 @@ def test_a_server_that_is_killed_remembers(tmp_path: Path, how: signal.Signals) 
     assert answers[0]["choices"][0]["message"]["content"] == answers[1]["choices"][0]["message"]["content"]
 
 
-def _wait_until_stored(folder: Path) -> None:
-    """Wait until the bytes on disk do not grow any more."""
-    sizes = [-1]
-    deadline = time.monotonic() + 20
-    while sizes[-1] <= 0 or len(sizes) < 5 or len(set(sizes[-5:])) > 1:
-        assert time.monotonic() < deadline, "nothing is stored"
-        time.sleep(0.1)
-        sizes.append(sum(path.stat().st_blocks for path in folder.rglob("*.fwseg")))
+def _num_stored(url: str) -> float:
+    """The number of blocks that a server's tier has."""
+    metrics = httpx.get(f"{url}/metrics", timeout=60).text
+    [number] = re.findall(r'^foreword_tier_blocks\{.*tier="disk".*\} (\S+)$', metrics, re.MULTILINE)
+    return float(number)
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -791,4 +791,4 @@ def test_a_process_with_the_option_links_and_says_so(linking_server: tuple[Serve
     process, log = linking_server
     answer = post(process.url, PATH, {**documents(16), "link": "none"})
     assert answer.json()["approximate"] == "none"
-    assert "links: every method is served, measured or not" in log.read_text()
+    wait_until(lambda: "links: every method is served, measured or not" in log.read_text())  # a thread writes it

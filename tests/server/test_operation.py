@@ -7,7 +7,7 @@ import pytest
 
 from foreword.errors import ConfigError
 from foreword.server.options import ServerConfig
-from live_server import ServerThread, post
+from live_server import ServerThread, post, wait_until
 
 ASK = {"prompt": "x", "max_tokens": 1}
 PAGE = "https://chat.example.com"
@@ -79,8 +79,8 @@ def test_a_server_under_a_path_of_a_proxy_answers_with_and_without_it_and_stays_
     with httpx.Client(timeout=120) as client:
         bare = server.url.removesuffix("/llm")
         assert server.url == f"{bare}/llm", "the address that it prints has the path"
-        told = log.read_text()
-        assert f"API at {server.url}/v1, dashboard at {server.url}/dashboard, metrics at {server.url}/metrics" in told
+        told = f"API at {server.url}/v1, dashboard at {server.url}/dashboard, metrics at {server.url}/metrics"
+        wait_until(lambda: told in log.read_text())  # a thread writes it
         for url in (bare, server.url):
             client.cookies.clear()
             answer = post(url, "/v1/completions", ASK, headers={"Authorization": "Bearer sk-all"})

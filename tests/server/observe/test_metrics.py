@@ -100,7 +100,7 @@ def test_tails_are_counted_and_their_counters_survive_a_reset():
 def test_the_pool_and_the_queue_are_shown_as_they_are():
     with embedded_llm() as llm, ServerThread(llm, ServerConfig()) as server:
         ask(server.url, facts("a"))
-        endless = {"prompt": facts("b"), "max_tokens": 500, "ignore_eos": True, "stream": True}
+        endless = {"prompt": facts("b"), "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=endless, timeout=60) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data")

@@ -293,7 +293,7 @@ def test_operators_see_statistics_and_the_tree_with_reuse_counts():
 def test_a_reset_forgets_the_cache_and_is_refused_while_it_is_in_use():
     with embedded_llm() as llm, ServerThread(llm, ServerConfig()) as server:
         reported(server.url, chat(facts("forgotten")))
-        running = {"prompt": facts("running"), "max_tokens": 700, "ignore_eos": True, "stream": True}
+        running = {"prompt": facts("running"), "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=running, timeout=60):
             wait_until(lambda: server.ask(lambda engine: engine.scheduler.num_running))
             busy = post(server.url, "/reset_prefix_cache", None)
