@@ -111,6 +111,15 @@ def test_a_skipped_lookup_is_named_as_the_reason(server):
     assert (report["hit_tokens"], report["reason"]) == (0, "lookup_skipped")
 
 
+def test_a_prompt_that_is_scored_at_its_end_is_told_that_the_rest_was_computed(server):
+    ask = {"prompt": facts("scored"), "max_tokens": 1, "echo": True, "logprobs": 0, "score_from": 20}
+    for _ in range(2):
+        answer = post(server.url, "/v1/completions", {**ask, "foreword": {"cache": True}})
+    report = answer.json()["foreword"]["cache"]
+    assert (report["hit_tokens"], report["reason"]) == (19, "lookup_skipped")
+    assert "or the rest of it" in report["in_words"]
+
+
 def test_an_index_that_knows_keys_only_compares_with_earlier_prompts():
     with embedded_llm(prefix_index="hash") as llm, ServerThread(llm, ServerConfig()) as server:
         reported(server.url, chat(facts("hashed", 1000)))

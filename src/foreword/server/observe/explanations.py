@@ -32,7 +32,7 @@ IN_WORDS = {
     MissReason.ADAPTER_DIFFERS: "the same tokens are cached for another adapter",
     MissReason.MEDIA_DIFFERS: "the same tokens are cached with another picture, or other embeddings",
     MissReason.STATE_NOT_SAVED: "no recurrent state was kept there",
-    MissReason.LOOKUP_SKIPPED: "the request asked for its whole prompt to be computed",
+    MissReason.LOOKUP_SKIPPED: "the request asked for its whole prompt, or the rest of it, to be computed",
     MissReason.IN_FLIGHT: "another request was computing it at that moment",
     MissReason.LOADING: "it was being loaded from a tier below the pool at that moment",
     MissReason.IN_TIER: "a tier below the pool has it, and loads it where that is faster than computing",
