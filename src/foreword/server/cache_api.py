@@ -92,7 +92,7 @@ async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget all cached prefixes. Answers 409 while requests hold blocks. For operators."""
+    """Forget the cached prefixes in memory; tiers keep theirs. 409 while requests hold blocks. For operators."""
     service = service_of(request)
     service.operators.check(request.scope)
     await service.insight.reset()
