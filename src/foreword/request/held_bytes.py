@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from foreword.errors import MediaBusyError
+
+PASS_EVERY_S = 1.0
+"""The least seconds between two passes of the garbage collector for room. A pass may stop the process for 100 ms."""
 
 
 class HeldBytes:
@@ -18,6 +23,7 @@ class HeldBytes:
         self.limit = limit
         self.num_bytes = 0
         self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
+        self._next_pass = 0.0
 
     def __reduce__(self) -> tuple[type[HeldBytes], tuple[int | None]]:
         """Pickle the limit alone: in another process no bytes are held yet."""
@@ -39,12 +45,18 @@ class HeldBytes:
 
     def _take(self, num_bytes: int) -> None:
         with self._lock:
-            if self.limit is not None and self.num_bytes + num_bytes > self.limit:
+            if self._lacks_room(num_bytes) and time.monotonic() >= self._next_pass:
+                gc.collect()  # a client that left, or a replica that died, may leave what it held in cycles
+                self._next_pass = time.monotonic() + PASS_EVERY_S
+            if self._lacks_room(num_bytes):
                 raise MediaBusyError(
                     f"requests hold pictures or embeddings of {self.num_bytes} bytes, and {self.limit} may be held; "
                     "try again when some have ended"
                 )
             self.num_bytes += num_bytes
+
+    def _lacks_room(self, num_bytes: int) -> bool:
+        return self.limit is not None and self.num_bytes + num_bytes > self.limit
 
     def _give_back(self, num_bytes: int) -> None:
         with self._lock:
