@@ -9,9 +9,11 @@ import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -203,10 +205,20 @@ def test_with_a_secret_values_of_strangers_are_deleted(server, tmp_path):
 # ---------------------------------------------------------------------------------- a server that hangs or dies
 
 
-def test_a_server_that_hangs_in_mid_load_costs_no_more_than_the_deadline(server):
+def test_a_server_that_hangs_in_mid_load_costs_no_more_than_the_deadline(server, monkeypatch):
+    late_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s)
+    for module in ("ticket", "store.client", "store.state", "store.valkey_tier"):
+        monkeypatch.setattr(f"foreword.tiers.{module}.time", clock)
+
+    def hang_until_the_deadline() -> None:
+        nonlocal late_s
+        server.stop()
+        late_s += WAIT_S
+
     with ValkeyTier(server.url, HANGS) as tier:
         store(tier, KEYS)
-        ticket = begin_load(tier, KEYS, 0.1, server.stop)
+        ticket = begin_load(tier, KEYS, WAIT_S, hang_until_the_deadline)
         try:
             assert set(ticket.report.by_reason()) == {"done", "timeout"}
             asked = tier.probe(keys_of([99]), deadline_s=0.01)
