@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import numpy as np
 import pytest
 
 from doors import (
@@ -24,6 +25,7 @@ from doors import (
 )
 from fleet.local_fleet import Fleet, assert_nothing_is_left, fleet
 from fleet.test_routed import SAMPLINGS, complete, long_prompt, streamed
+from foreword.engine import Prompt
 from foreword.fleet.pulse import Pulse
 from live_server import post, wait_until
 
@@ -104,15 +106,18 @@ def test_a_replica_that_never_answers_a_call_keeps_nobody_waiting(
 
 @pytest.mark.parametrize("how", ["it stands still", "it does not answer", "it is busy when it goes on"])
 def test_a_replica_makes_up_for_a_reset_that_it_missed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foreword.fleet.calls.CALL_S", 0.5)
+    if how == "it does not answer":
+        monkeypatch.setattr("foreword.fleet.calls.CALL_S", 0.5)
     with fleet(2) as two:
         complete(two.url, long_prompt(1))
         assert_nothing_is_left(two)
         [name] = two.link.requests
-        own = two.link.llms[name]
+        prompt = Prompt(np.array(long_prompt(1), np.int32))
 
         def has_prefix() -> bool:
-            return own.explain({"prompt_token_ids": long_prompt(1)}).num_hit_tokens > 0
+            """Asked of the engine's thread, which may be making the change."""
+            look = thread_of(two.link.replicas[name]).call(lambda engine: engine.explain(prompt).num_hit_tokens)
+            return two.server.start(look).result(60) > 0
 
         assert has_prefix()
         if how == "it does not answer":
