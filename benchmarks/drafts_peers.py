@@ -58,7 +58,7 @@ LINE = 12
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt, and the answer that the model's table gives after it."""
+    """A prompt, and the answer that every engine gives to it, because the output head maps each token to the next."""
 
     prompt: list[int]
     answer: list[int]

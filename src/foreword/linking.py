@@ -456,7 +456,7 @@ class LinkedAnswer:
 def compare_methods(
     methods: Sequence[str], answer: Callable[[Method], tuple[RequestOutput, float]]
 ) -> list[LinkedAnswer]:
-    """Return the answers of these methods and of the method `all`, which comes last if it is not among them.
+    """Return each method's answer, in the order of `methods`. If `all` is not in `methods`, its answer comes last.
 
     `answer` answers the prompt by one method, and returns the output and the milliseconds to the first token. Raises
     InvalidRequestError for unknown methods, or if no method is given.

@@ -26,8 +26,12 @@ CHUNK = 256
 FOLD_QUERIES = 64
 """The most queries of one request that are computed together, chunk after chunk."""
 FOLD, SHARED, LEADING = range(3)
-"""Kinds of items: (FOLD, request, first query, queries), (SHARED, chunk, first member, last member + 1), and LEADING
-(`cpu/attention.py`)."""
+"""Kinds of items of work, each with an item's columns after the kind.
+
+FOLD, all KV for some queries of one request: request, first query, number of queries.
+SHARED, one chunk of KV for neighbouring members: chunk, first member, last member + 1.
+LEADING, the first chunks for neighbouring members (only in `cpu/attention.py`): number of chunks, first member, last
+member + 1."""
 FEW_QUERIES = 16
 """The most queries of a request that is split by chunks."""
 
@@ -37,7 +41,8 @@ class SharingRule:
     """Decides whether to search for shared chunks: reading less KV must save more time than the search takes.
 
     Sharing itself costs nothing, because the kernel computes partial results per chunk anyway. The rates below were
-    measured by `benchmarks/attention.py`. The saving was measured with two threads, and with KV that was not in caches.
+    measured by `benchmarks/attention.py`. `saved_ns_per_byte` was measured with two threads and with KV outside the
+    processor's caches.
     """
 
     token_bytes: int
@@ -69,7 +74,7 @@ class StepPlan:
     requests: Int64Array
     """[requests, 5]: first row, queries, first position, chunks, first slot of partial results."""
     items: Int64Array
-    """[items, 4]; FOLD and SHARED describe the columns."""
+    """[items, 4]: the kind FOLD or SHARED, and the columns that this kind of item has."""
     num_folds: int
     fold_queries: int
     """The most queries of a FOLD item."""

@@ -55,7 +55,7 @@ class Turn:
     """Whether elements 2i and 2i + 1 make a pair, not i and i + width / 2. The table has a pair's angle at both."""
 
     def cosines(self, shift: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each pair's angle for a shift, [width / 2] float32. A table's scale is divided out."""
+        """Cosine and sine of each pair's angle for a shift, [width / 2] float32, without any scale that `table` has."""
         assert self.table is not None
         cosine, sine = (part[0] for part in self.table(torch.tensor([abs(shift)])))
         chosen = slice(0, None, 2) if self.interleaved else slice(0, self.width // 2)
@@ -140,7 +140,7 @@ class KeyMover:
         self._move(sources, targets, [move for move in moving if move.shift])
 
     def _move(self, sources: Int64Array, targets: Int64Array, shifted: Sequence[Move]) -> None:
-        """Copy all tokens, and turn the keys of the moves `shifted`."""
+        """Copy the KV of all tokens. Then rotate the copied keys that belong to the moves in `shifted`."""
         lengths = [len(move.targets) for move in shifted]
         owners = np.repeat(np.arange(len(shifted)), lengths)
         turning = np.concatenate([move.targets for move in shifted]) if shifted else np.empty(0, np.int64)

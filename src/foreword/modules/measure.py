@@ -439,7 +439,7 @@ def _saved(tallies_of: Found, model_id: str, report: dict[str, Any]) -> Measured
 def _totals(tallies_of: Found) -> dict[str, Rightness]:
     """For each method, lost and gained answers over all prompts of these cells in which the method linked tokens.
 
-    Raises ConfigError if there are too few such prompts to say anything about linking.
+    Raises ConfigError if a method linked tokens in fewer than `LEAST_PROMPTS` prompts, which show too little.
     """
     totals: dict[str, Tally] = {}
     for cell, tallies in tallies_of.items():

@@ -38,7 +38,7 @@ class Source:
     token_ids: TokenIds
     """Tokens of the scaffold, if there is one, then tokens of the module. Parameters hold placeholders."""
     begin: int = 0
-    """The number of tokens of the scaffold, which are computed first and never linked."""
+    """The number of scaffold tokens at the beginning of `token_ids`. No `Span` of this source includes them."""
     name: str = ""
     """A module's path, such as "plan/rome", or a document's number; "" for a schema's own text."""
 

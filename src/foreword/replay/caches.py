@@ -125,7 +125,7 @@ class ManagerCache:
 
 
 def as_sequence(request: RecordedRequest) -> TokenSequence:
-    """Returns the request's blocks as a sequence that has `PIECES` tokens per block."""
+    """Returns a sequence whose tokens stand for the request's blocks: two token ids (`PIECES`) for each block."""
     return TokenSequence("request", as_token_ids(request), block_size=PIECES)
 
 

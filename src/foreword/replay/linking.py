@@ -183,7 +183,7 @@ class LinkReplay:
     parts: dict[str, PartCount] = field(default_factory=dict)
 
     def share(self, method: str | None = None) -> float:
-        """The share of the prompts' tokens that a method of linking does not compute. None: prefix caching."""
+        """Returns the share of all prompt tokens that a method of linking saves; without `method`, prefix caching."""
         saved = self.prefix_tokens if method is None else self.found_tokens - self.recomputed[method]
         return saved / max(1, self.num_tokens)
 

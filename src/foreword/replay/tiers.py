@@ -97,7 +97,7 @@ class TwoLevels:
 def replay_tiers(
     requests: Iterable[RecordedRequest], memories: list[Capacity], tier: Capacity, block_tokens: int
 ) -> list[TierReplay]:
-    """Replay requests, in one pass, for each memory and each rule of admission."""
+    """Replay the requests for each pair of a memory size and a rule of admission. Reads `requests` only once."""
     levels = [
         TwoLevels(memory.num_blocks, tier.num_blocks, admission, block_tokens)
         for memory in memories

@@ -311,7 +311,7 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class _LookAhead:
-    """Masks for tokens that an answer does not have yet, and lengths after which no token is allowed."""
+    """What may follow an answer with drafts: masks of allowed tokens, and lengths after which the answer must end."""
 
     dry_at: set[int] = field(default_factory=set)
     """The lengths of the answer, drafts included, after which no token was allowed. The drafts may be wrong."""

@@ -27,7 +27,8 @@ RETAIN = "retain"
 ACTIONS = (RETAIN, PIN, "demote", "prefetch")
 DEFAULT_TTL_S, MAX_TTL_S = 300.0, 366 * 86_400.0
 PROTOCOLS, VERSION = ("0", "1"), "1"
-"""The known major versions: PROTOCOLS of envelopes, VERSION of actions."""
+"""Major versions that this server knows: `PROTOCOLS` for `protocol_version` of an envelope, and `VERSION` for
+`action_version` of an action."""
 MOST_ACTIONS, MOST_DIRECTIVES = 16, 256
 Name = Annotated[str, Field(max_length=256)]
 

@@ -25,11 +25,13 @@ from foreword.text.template_form import explained_form
 
 logger = logging.getLogger(__name__)
 _MIN_TOKEN_CHARACTERS = 16
-"""The least `max_token_characters`: some tokenizers drop characters, or have one token for all unknown words."""
+"""`max_token_characters` is never below this number, because one token can stand for more characters than its own name
+has: some tokenizers drop characters, or have one token for all unknown words."""
 MOST_SPELT = 4096
 """The number of words whose spellings are remembered."""
 PROMPT_END_TOKENS = (64, 4096)
-"""Numbers of last prompt tokens to search for the beginning of the reply; the second if the first is too small."""
+"""The number of last prompt tokens in which the reply's beginning is looked for. If the first number is too small, the
+second is used."""
 Decode = Callable[[list[int]], str]
 
 

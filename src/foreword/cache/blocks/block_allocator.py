@@ -108,9 +108,9 @@ class PrefixCachingBlockAllocator:
     def append_token_ids(self, block: PrefixCachingBlock, token_ids: Sequence[int]) -> None:
         """Append tokens to a mutable block. If the block is full then, lookups find it by its key.
 
-        If another block has the key of the full block already, the other block replaces the full block. A block that a
-        fork holds too is copied first (`clear_copy_on_writes`). Raises AllocationError for more tokens than fit, for a
-        block that was freed, or if no block is free for the copy.
+        If a cached block already has this key, `block` takes the cached block's id, and its own id is freed. A block
+        that a fork holds too is copied before tokens are appended (`clear_copy_on_writes`). Raises AllocationError for
+        more tokens than fit, for a block that was freed, or if no block is free for the copy.
         """
         room = self.block_size - len(block.token_ids)
         if len(token_ids) > room or block.block_id is None:

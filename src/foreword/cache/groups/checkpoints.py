@@ -8,10 +8,10 @@ after
     the end of a prompt, and of each message in it       the next turn begins with them
     the place where a prompt parts from an earlier one   the third prompt that begins alike hits there
 
-A position where a state is saved is rounded down to a position where a hit can end. The third rule is Marconi's (Pan et
-al., MLSys 2025): a prefix that two prompts share is likely to return. No state is saved after generated tokens. They
-are computed one by one, but prompts in cells (see hybrid.py), so the state would have other bits than after the same
-tokens in a prompt.
+A position where a state is saved is rounded down to a position where a hit can end. Saving where prompts part is
+Marconi's rule (Pan et al., MLSys 2025): a prefix that two prompts share is likely to return. No state is saved after
+generated tokens. Recurrent layers compute a prompt in cells of several tokens (see hybrid.py), but generated tokens one
+by one. So the state after generated tokens has other bits than the state after the same tokens in a prompt.
 """
 
 from __future__ import annotations

@@ -67,7 +67,10 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a sequence leaves all indexed sequences, and how both continue. Numbers below 0 represent media."""
+    """The first position at which a sequence differs from every indexed sequence, and how both continue.
+
+    Numbers below 0 represent media.
+    """
 
     position: int
     """The number of leading tokens that are indexed, including tokens inside a block."""
@@ -90,14 +93,14 @@ class PrefixNode:
     salt: str | None
     """The salt under which lookups find the node; None if they find it without a salt."""
     start: int
-    """The number of tokens before it."""
+    """The number of tokens before this node."""
     num_tokens: int
     token_ids: tuple[int, ...]
-    """Its first tokens, at most `MAX_SHOWN_TOKENS`. Negative numbers represent media."""
+    """The node's first tokens, at most `MAX_SHOWN_TOKENS`. Negative numbers represent media."""
     block_ids: BlockIds
-    """The blocks that end in it."""
+    """The blocks that end in this node."""
     num_reuses: int
-    """The number of requests that reused it; 0 if nothing counts reuses."""
+    """The number of requests that reused this node; 0 if nothing counts reuses."""
     num_children: int
 
 
@@ -119,9 +122,10 @@ class PrefixIndex(Protocol):
         """Whether the sequence's full block number `block` is indexed, given that all blocks before it are indexed."""
 
     def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
-        """Where the sequence leaves all indexed sequences, with at most `num_tokens` tokens of each continuation.
+        """Returns the first position at which the sequence differs from every indexed sequence, and how both continue.
 
-        None if all of it is indexed, or if the index cannot tell. Changes nothing.
+        Both continuations are cut to `num_tokens` tokens. None if the whole sequence is indexed, or if the index cannot
+        tell. Changes nothing.
         """
 
     def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
@@ -146,8 +150,7 @@ class PrefixIndex(Protocol):
         """`insert` one block for each of these sequences: `block_ids[i]` is block number `numbers[i]`."""
 
     def insert_tail(self, sequence: TokenSequence, num_tokens: int, block_id: int) -> bool:
-        """Index a block as a tail: of the sequence's first `num_tokens` tokens, it holds those after the last full
-        block.
+        """Index a block as a tail, which holds the tokens from the end of the last full block up to `num_tokens`.
 
         Lookups find the tail as a `PartialBlock`. Returns False, and changes nothing, if the index keeps no tails, if
         the full blocks before the tail are not indexed, or if other blocks already hold the same tokens.

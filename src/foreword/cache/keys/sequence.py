@@ -180,7 +180,10 @@ class TokenSequence:
 
 
 def keys_of_group(keys: list[BlockHash], width: int, first: int, last: int) -> list[BlockHash]:
-    """Pick the keys of a group's blocks number `first` to `last` (exclusive), each of which covers `width` keys."""
+    """Return the keys of a group's blocks number `first` to `last` (exclusive).
+
+    One block of the group spans `width` blocks of the sequence, and has the key of the last of them.
+    """
     return keys[first:last] if width == 1 else keys[(first + 1) * width - 1 : last * width : width]
 
 

@@ -250,7 +250,7 @@ class JoinedItems:
 
 
 class LeadingChunks:
-    """Joins leading chunks, and keeps the last result, because most steps are cut like the step before."""
+    """Joins the first chunks of requests. Keeps the last result, because most steps repeat the last step's items."""
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
@@ -268,7 +268,7 @@ class LeadingChunks:
 
 
 def join_leading(step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedItems:
-    """Join leading chunks of a step, as long as no thread is left without work."""
+    """Join the first chunks of each group of members into one item, with a limit that leaves work for all threads."""
     alone = step.items[step.num_folds :]
     merges = np.zeros((len(step.merges), 3), np.int64)
     merges[:, :2] = step.merges

@@ -279,6 +279,6 @@ def multiply_values_directly(
 
 @inlined
 def _to_ask_for(ask: int, rows: tuple[int, int], step: int, num_steps: int) -> tuple[int, int]:
-    """The next chunk's tokens (first, last + 1) that step `step` of `num_steps` over these rows prefetches."""
+    """Returns which tokens of the next chunk one step of the work on these rows prefetches: (first, last + 1)."""
     begin, total = ask * rows[0], ask * (rows[1] - rows[0])
     return (begin + total * step // num_steps) >> 16, (begin + total * (step + 1) // num_steps) >> 16

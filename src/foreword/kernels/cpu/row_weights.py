@@ -56,14 +56,14 @@ def ask_ahead(a: Any, s: Any, first: int, last: int) -> None:
 
 @inlined
 def ask_for_keys(a: Any, s: Any, first: int, last: int) -> None:
-    """Prefetch keys alone."""
+    """Prefetch the keys, and not the values, of tokens `first` to `last` (exclusive) of the next chunk."""
     for token in range(first, min(last, s.next_length)):
         prefetch(load_int(s.next_key_rows + 8 * token), a.key_dim * a.stored_bytes)
 
 
 @inlined
 def ask_for_values(a: Any, s: Any, first: int, last: int) -> None:
-    """Prefetch values alone, unless they are parts of keys."""
+    """Prefetch the values, and not the keys, of these tokens. Do nothing if values are parts of keys in memory."""
     if a.value_row != a.value_dim:
         return
     for token in range(first, min(last, s.next_length)):

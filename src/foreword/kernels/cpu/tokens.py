@@ -67,7 +67,7 @@ def _block_bytes(a: Any, dim: int) -> Any:
 
 @compiled
 def _locate(a: Any, rows: tuple[int, int], place: tuple[int, int, int], low: int, high: int) -> None:
-    """Write the addresses of keys and values to `rows`; `place`: request, chunk, KV head."""
+    """Write the addresses of keys and values to `rows`. `place` is (request, chunk, KV head)."""
     key_bytes, value_bytes = a.key_dim * a.stored_bytes, a.value_row * a.stored_bytes
     key_block, value_block = _block_bytes(a, a.key_dim), _block_bytes(a, a.value_row)
     (request, chunk, kv_head), (key_rows, value_rows) = place, rows
@@ -89,7 +89,7 @@ def _locate(a: Any, rows: tuple[int, int], place: tuple[int, int, int], low: int
 
 @compiled
 def _locate_scales(a: Any, s: Any, place: tuple[int, int], low: int, high: int) -> None:
-    """Write the address of the scale of each token's first head, for keys and values; `place`: request, chunk."""
+    """Write, for each token, where the scales of its keys and of its values begin. `place` is (request, chunk)."""
     (request, chunk), token_bytes = place, SCALE_BYTES * a.num_kv_heads
     table, block_size, token = a.tables + 4 * request * a.table_width, a.block_size, low
     key_block, value_block = _block_bytes(a, a.key_dim), _block_bytes(a, a.value_dim)
@@ -106,7 +106,7 @@ def _locate_scales(a: Any, s: Any, place: tuple[int, int], low: int, high: int) 
 
 @compiled
 def _ask_for_scales(a: Any, place: tuple[int, int], num_tokens: int) -> None:
-    """Prefetch the scales of a chunk's first tokens, for all heads; `place`: request, chunk."""
+    """Prefetch the scales of a chunk's first `num_tokens` tokens, for all heads. `place` is (request, chunk)."""
     (request, chunk), num_bytes = place, SCALE_BYTES * a.num_kv_heads * a.block_size
     table, first = a.tables + 4 * request * a.table_width, chunk * CHUNK // a.block_size
     key_block, value_block = _block_bytes(a, a.key_dim), _block_bytes(a, a.value_dim)

@@ -3,9 +3,9 @@
 A tile is 16 rows of 64 bytes. A product of two tiles adds 32 products of bfloat16 to each element of a tile of 16 x 16
 float32: `C[m, n] += sum over k of A[m, k] B[k, n]`, with B stored as 16 rows of 16 pairs (two neighbours of k).
 
-One element of a result is one chain of such additions along k, from 0 upwards, starting at 0. The processor sums the 32
-products of one step in an order of its own, which is always the same. So a row's bits do not depend on the number of
-rows, its place among them, or the number of threads.
+Each element of a result starts at 0. Products of tiles are added to it one after the other, from the lowest k upwards.
+The order in which the processor adds the 32 products of two tiles is always the same. So a row's bits do not depend on
+the number of rows, on the row's place among them, or on the number of threads.
 
     tile    0   1      results: rows of A0 x columns of B0, B1
             2   3               rows of A1 x columns of B0, B1

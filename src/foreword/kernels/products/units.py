@@ -95,7 +95,7 @@ def rows_of(a: Any, panel: int) -> Any:
 
 @inlined
 def target_of(a: Any, row: int, panel: int) -> Any:
-    """The address in the result of a row's first column of a panel."""
+    """The address in the result matrix at which a panel's columns begin in this row."""
     place = row * a.width + panel // a.head_panels * a.head_gap
     return a.target + 2 * (place + panel * (PRODUCT_PANEL // 2 if a.gated else PRODUCT_PANEL))
 

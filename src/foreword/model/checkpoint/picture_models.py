@@ -21,16 +21,16 @@ class _Family:
     """Where files have the two halves of a family's models. The language half is a decoder by itself."""
 
     language: str
-    """The written family of the language half, if the file does not name it."""
+    """`model_type` of the language half. Except in Qwen's families, a `model_type` in `text_config` replaces it."""
     text: tuple[str, ...]
-    """Beginnings of the names of the language half's weights; "model." replaces the beginning."""
+    """Prefixes that files give to names of the language half's weights; "model." replaces the prefix."""
     vision: Mapping[str, str]
-    """Beginnings of the names of other weights -> the new beginning, which names the module."""
+    """Prefix of the names of other weights in files -> the new prefix, which names the module."""
     is_qwen: bool = False
     is_tied: bool = False
-    """Whether the embedding is the head too, if the file does not say."""
+    """Whether the embedding is the output head too, if config.json does not say whether it is."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the language half that files leave out."""
+    """Fields of the language half's config, with their values, for files that leave them out."""
 
 
 _TILES = _Family(

@@ -126,7 +126,7 @@ def as_int32(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Requests that are sampled, as columns."""
+    """The rows of logits that are sampled in a step: each field has one value for each row."""
 
     requests: list[Request]
     facts: FactRows
@@ -138,7 +138,7 @@ class Sampled:
 
     @classmethod
     def of(cls, entries: Entries) -> Sampled:
-        """Return the entries of a step that sample a token, as columns.
+        """Select the entries of a step that sample a token.
 
         An entry with drafts has a row for each draft, and one more.
         """

@@ -24,7 +24,7 @@ Identifier = Annotated[str, Field(max_length=64)]
 SessionId = Annotated[str, Field(min_length=1, max_length=256)]
 """The name of a session."""
 Word = Annotated[str, Field(max_length=64)]
-"""The name of one of a few choices."""
+"""A string of at most 64 characters, for fields with short values such as a role or a media type."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]

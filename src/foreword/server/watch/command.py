@@ -25,7 +25,7 @@ from foreword.server.watch.watcher import Decode, Report, Watcher
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.05, 86_400
 NUM_SHOWN = 3
-"""The number of sessions, of kinds of prompts, and of requests in the table."""
+"""The table shows at most this number of sessions, this number of kinds of prompts, and this number of requests."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -150,7 +150,7 @@ def header_length(first_bytes: memoryview | bytes) -> int | None:
 
 
 def decode_header(pages: memoryview | bytes, offset: int) -> RunHeader | None:
-    """The header that fills `pages`, found at `offset` in its segment; None if anything in it is not as written."""
+    """The header that fills `pages`, found at `offset` in its segment; None if any part of the header is damaged."""
     if header_length(pages) != len(pages):
         return None
     body = bytes(pages[:-CHECKSUM_BYTES])
@@ -203,17 +203,17 @@ class Segment:
     """One segment file."""
 
     id: int
-    """Its number in this process, which is never used twice."""
+    """The segment's number in this process, which never uses a number twice."""
     path: Path
     is_own: bool
-    """Whether this process may append to it or unlink it."""
+    """Whether this process may append to the segment or unlink it."""
     num_bytes: int = 0
     """Bytes of complete runs, or the file's size when it was found."""
     physical_bytes: int = 0
     is_open: bool = False
-    """Whether this process appends to it."""
+    """Whether this process appends to the segment."""
     is_scanned: bool = False
-    """Whether all its blocks up to `num_bytes` are in the index."""
+    """Whether all blocks in the segment's first `num_bytes` bytes are in the index."""
 
 
 def segment_number(name: str) -> int | None:
@@ -300,7 +300,7 @@ class RunBuffer:
         self._entries = np.zeros(0, ENTRY)
         self._first = self._end = 0
         self._index_of: dict[int, int] = {}
-        """Index among the given blocks -> index in the run."""
+        """Maps the index that `add` or `copy` got for a block to the block's index in the new run."""
 
     def begin(self, stored_bytes: IndexArray) -> None:
         """Begin a run of blocks with these stored lengths; some of the blocks may be left out."""
@@ -331,7 +331,7 @@ class RunBuffer:
         self._keep(index, stored_bytes)
 
     def copy(self, header: RunHeader, index: int) -> None:
-        """Keep the bytes in `place` as a copy of the `index`-th block of another run, without its parent."""
+        """Keep the bytes in `place` as a copy of the `index`-th block of another run. The copy has no parent."""
         self._entries[len(self._index_of)] = header.entries[index]
         self._entries["parent"][len(self._index_of)] = -1
         self._keep(index, int(header.entries[index]["stored_bytes"]))
