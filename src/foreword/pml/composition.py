@@ -82,7 +82,7 @@ class Part:
     """The number of the span's first tokens that stand after an argument. In the source, their KV was computed after
     placeholders instead of the argument. By default, every method recomputes these tokens."""
     first_k: int | None = None
-    """The number of first tokens of the module to recompute, in place of the method's k; None: the method's k."""
+    """The number of the module's first tokens to recompute. None: the number `k` that the method of linking has."""
 
     def __post_init__(self) -> None:
         span = self.span

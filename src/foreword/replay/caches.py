@@ -59,12 +59,12 @@ class Lru(Generic[Key]):
 
 @dataclass(slots=True)
 class HitCount:
-    """The numbers of a recording's blocks and tokens that a cache found."""
+    """Counts the blocks and the tokens that a cache found while it replayed a recording."""
 
     blocks: int = 0
     tokens: int = 0
     refused_blocks: int = 0
-    """Blocks of requests that have more blocks than the cache."""
+    """The number of blocks in refused requests. The cache refuses a request with more blocks than its capacity."""
     empty_blocks: int = 0
     """Blocks of the cache that were empty at the end: never filled, or emptied when the head of their prefix left."""
 

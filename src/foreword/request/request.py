@@ -116,8 +116,7 @@ class PlacedPicture:
     places: npt.NDArray[np.int32]
     """[rows]: the index of the token that each row of its encoding replaces, ascending."""
     grid: tuple[int, int] | None = None
-    """Numbers of rows and columns, which give its tokens' positions (`turned_positions`); None: positions as in
-    text."""
+    """The picture's rows and columns, which decide its tokens' positions (`turned_positions`); None: as in text."""
     sees_ahead: bool = False
     """Whether the picture's tokens all see each other. If so, no step ends inside the picture (`whole_end`)."""
 
@@ -416,11 +415,11 @@ class Request:
         self.stop_reason: int | str | None = None
         """The stop token id or stop string that ended the request; None if it ended for another reason."""
         self.num_scheduled_tokens = 0
-        """The number of its tokens that will be computed after the planned step; set only if layers are recurrent."""
+        """The number of its tokens that are computed once the planned step ends; set only if layers are recurrent."""
         self.num_cached_tokens = 0
         """The number of prompt tokens that were hit at the first admission."""
         self.cached_tokens_by_tier: dict[str, int] = {}
-        """The number of these tokens by the place they came from; see `RequestOutput`."""
+        """The number of cached prompt tokens by the place that they came from; see `RequestOutput`."""
         self.explanation: LookupExplanation | None = None
         """Result of the lookup at its first admission; None if the cache keeps no ledger."""
         self.num_preemptions = 0
@@ -433,7 +432,7 @@ class Request:
 
     @property
     def running_key(self) -> tuple[int, int]:
-        """Its place among running requests. A tenant's priority does not count against other tenants."""
+        """The request's place among running requests. A tenant's priority does not count against other tenants."""
         rank, number = self.service_key
         return (rank if self.tenant is None else 0), number
 
@@ -600,7 +599,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     drafts: DraftCounts = field(default_factory=DraftCounts)
-    """The numbers of its accepted and rejected drafted tokens."""
+    """Counts the drafted tokens that became part of the answer, and those that did not."""
     reply: Reply | None = None
     """Content, reasoning and calls; None unless it is an answer of `LLM.chat`."""
 
@@ -621,7 +620,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """The number of prompt tokens that the first continuation found in the cache."""
     cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
-    """The number of these tokens by the place they came from: `memory`, or a tier's name; without zeros."""
+    """Maps `memory` or a tier's name to the number of cached prompt tokens that came from there; without zeros."""
     explanation: LookupExplanation | None = None
     """Result of the first continuation's lookup: how much was found, and why the rest was not."""
     kept: tuple[CacheEntry, ...] = ()

@@ -59,8 +59,9 @@ class HintsRequest(Body):
 
 
 Outcome = Literal["accepted", "deferred", "clipped", "missing", "rejected", "ignored"]
-"""deferred: done once the answer has ended; clipped: keeps less than was asked; missing: there is nothing to act on;
-rejected: refused because of its payload or this server's settings; ignored: unknown here."""
+"""What the server did with an action. deferred: carries it out once the answer has ended. clipped: keeps less than the
+action asked for. missing: found nothing to act on. rejected: its payload or this server's settings forbid the action.
+ignored: this server does not know the action."""
 WHOLE = 2**63
 """An end beyond any prompt, for hints that ask to keep the answer too. Only the prompt is kept ("clipped")."""
 

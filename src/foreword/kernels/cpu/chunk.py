@@ -44,7 +44,7 @@ from foreword.kernels.step_plan import CHUNK
 def _attend_rows(a: Any, s: Any, kv_head: int, rows: tuple[int, int], kind: int, packed: Any, ask: int) -> None:
     """Compute partial results of some rows of the row table, at most MOST_TILED_ROWS, with a chunk, `packed` or not.
 
-    `ask`: the number of the next chunk's tokens to prefetch with each row, times 2 ** 16.
+    `ask` is 2 ** 16 times the number of the next chunk's tokens to prefetch with each row.
     """
     num_rows = rows[1] - rows[0]
     table, scores, stats = s.row_table + ROW_BYTES * rows[0], s.row_scores, s.row_stats
@@ -247,7 +247,7 @@ def multiply_keys_directly(
     """Compute scores of some rows' queries with whole vectors of tokens.
 
     `seen`: the tokens that rows may see, from a panel's first token on, where weights and packed memory begin.
-    `ask`: the number of the next chunk's tokens to prefetch with each row, times 2 ** 16.
+    `ask` is 2 ** 16 times the number of the next chunk's tokens to prefetch with each row.
     """
     num_steps, key_bytes = -(-(seen[1] - seen[0]) // LANES), 2 * a.key_dim
     queries, offset = s.row_queries + rows[0] * key_bytes, kv_head * key_bytes

@@ -151,8 +151,8 @@ _GROUP = 8
 def weigh_in_tiles(a: Any, s: Any, rows: tuple[int, int], bounds: tuple[int, int, int, int], ask: int) -> None:
     """Compute the weights and stats of rows[0] <= row < rows[1] of the row table.
 
-    `bounds`: as `find_bounds` gives them; `ask`: the number of the next chunk's tokens to prefetch with each row, times
-    2 ** 16.
+    `bounds` is the result of `find_bounds`. `ask` is 2 ** 16 times the number of the next chunk's tokens to prefetch
+    with each row.
     """
     num_rows, totals = rows[1] - rows[0], s.row_totals
     table, stats, scores = s.row_table + ROW_BYTES * rows[0], s.row_stats, s.row_scores

@@ -168,7 +168,7 @@ def _product(num_row_tiles: int) -> Product:
 
 
 product_16, product_32 = _product(1), _product(2)
-"""The names have the most rows that a product takes."""
+"""Products of at most 16 rows and of at most 32 rows."""
 
 
 def multiply_beside(signature: str, beside: Callable[..., None]) -> Any:
@@ -245,4 +245,4 @@ def _wide_product(num_tiles: int) -> Any:
 
 
 tile_product_64, tile_product_32 = _wide_product(4), _wide_product(2)
-"""The names have the number of columns."""
+"""Products whose result has 64 columns or 32 columns."""

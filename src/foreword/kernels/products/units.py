@@ -44,7 +44,7 @@ PRODUCT = record(
 )
 """The arguments of a product: addresses, and counts."""
 SUMS_BYTES = 4 * PRODUCT_PANEL
-"""The bytes of the sums of one row and one panel."""
+"""The bytes that the sums for one row and one panel take."""
 
 
 class ProductWorker(NamedTuple):

@@ -130,7 +130,7 @@ class Sampled:
 
     requests: list[Request]
     facts: FactRows
-    """[rows]"""
+    """[rows]: each request's constant facts."""
     num_generated: Int64Array
     """[rows]: the number of answer tokens so far, including drafts and the tokens that a running step will produce."""
     drafts: Sequence[Int32s] | None = None
@@ -239,9 +239,9 @@ class SamplingPlan:
     repetition: Changes | None
     """Numbers by which positive logits are divided and negative logits are multiplied."""
     penalties: Changes | None
-    """Amounts to subtract."""
+    """Amounts to subtract from logits."""
     biases: Changes | None
-    """Amounts to add."""
+    """Amounts to add to logits."""
     constrained: tuple[Tensor, Tensor] | None
     """Rows [n] int64, and a mask of the tokens each row may take: [n, ceil(vocab / 8)] uint8, lowest bit first."""
     forbidden: Tensor | None
