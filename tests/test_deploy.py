@@ -205,7 +205,10 @@ def test_ray_serve_takes_what_deploy_gives_it() -> None:
     for name, args in ray_applications().items():
         assert build(args) is not None, name
     args = ray_applications()["serve.yaml"]
-    assert build({**args, "max_queued": None, "record": "requests.jsonl"}) is not None
+    assert (
+        build({**args, "max_queued": None, "replicas": None, "server_secret": None, "record": "requests.jsonl"})
+        is not None
+    )
     for wrong, told in (
         ({"model": None}, "name a folder"),
         ({"fronts": 0}, "fronts=0"),

@@ -51,7 +51,7 @@ class Front:
 
 def build(args: Mapping[str, Any]) -> serve.Application:
     """Build the application for Serve's `import_path`. Raises ConfigError for an unknown or wrong argument."""
-    options = dict(args)
+    options = {name: value for name, value in args.items() if value is not None}  # null leaves the default
     model, fronts = options.pop("model", None), options.pop("fronts", 1)
     if not isinstance(model, str):
         raise ConfigError(f"args has model={model!r}; name a folder or a hub id")

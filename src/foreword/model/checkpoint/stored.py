@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,9 +90,9 @@ def read_stored(options: ModelConfig) -> StoredModel:
     keeps_bits = values["dtype"] == "bfloat16" and is_apart
     in_integers = options.weight_arithmetic == "int8"
     is_widened = not can_multiply() and keeps_bits
-    is_widened |= is_coded and (
-        in_integers or not can_multiply() or (options.dtype == "auto" and not _fits(folder, places))
-    )
+    is_widened |= is_coded and (in_integers or not can_multiply())
+    if is_coded and not is_widened and options.dtype == "auto" and values["dtype"] == "bfloat16":
+        is_widened = not _fits(folder, places, files or [*folder.glob("*.safetensors")])
     is_widened &= HAS_INSTRUCTIONS
     dtype = choose_dtype(options, "float32" if is_widened else values["dtype"], device)
     if dtype == torch.float16:
@@ -109,13 +109,14 @@ def read_stored(options: ModelConfig) -> StoredModel:
     return StoredModel(values, weights, dtype, device, longest, _ends(folder, values), vision)
 
 
-def _fits(folder: Path, places: Mapping[str, Place]) -> bool:
-    """Whether weights take at most `EXPANDED_SHARE` of the memory in 12 bits each. A log line says so if they do not.
+def _fits(folder: Path, places: Mapping[str, Place], files: Sequence[Path]) -> bool:
+    """Whether weights in 12 bits each take at most `EXPANDED_SHARE` of the memory, or at most the bytes of their files.
 
-    Free memory does not count, because the type of rows, and so the bits of answers, would change with it.
+    A log line says so if they do not. Free memory does not count, because the type of rows, and so the bits of answers,
+    would change with it.
     """
     num_bytes, total = 3 * sum(math.prod(place.shape) for place in places.values()) // 2, total_cpu_bytes()
-    if num_bytes <= EXPANDED_SHARE * total:
+    if num_bytes <= max(EXPANDED_SHARE * total, sum(path.stat().st_size for path in files)):
         return True
     logger.info(
         "the weights of %s stay in their codes: expanded, they would take %s of %s; dtype=bfloat16 expands them, for "

@@ -27,7 +27,7 @@ from foreword.model.cpu.product import thread_memory
 from foreword.model.cpu.row_functions import ALONE_ELEMENTS
 
 FILLED = 1 << 18
-"""The number of weights that are expanded or packed at once. Memory of larger arrays would be cleared each time."""
+"""The number of weights that a thread expands or packs at once. Memory of larger arrays would be cleared each time."""
 ALONE_OPERATIONS = 1 << 18
 """The calling thread alone computes a product of fewer multiplications, because waking other threads takes longer."""
 HAS_INSTRUCTIONS = coded_worker.HAS_INSTRUCTIONS
@@ -121,8 +121,11 @@ class CodedProduct:
         def fill(first: int) -> None:
             self._panels.fill(first, weight.codes(first, min(first + step, self.out_features)))
 
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(fill, range(0, self.out_features, step)))
+        if step >= self.out_features:
+            fill(0)
+        else:
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                list(pool.map(fill, range(0, self.out_features, step)))
         num_panels, num_supers, super_bytes = self._panels.memory.shape
         self._bias = torch.zeros(num_panels * PANEL)
         if bias is not None:

@@ -114,18 +114,23 @@ def test_each_type_that_can_be_written_answers_as_transformers_does(tmp_path: Pa
 
 
 @pytest.mark.skipif(not can_multiply(), reason="weights stay in their codes on this processor")
-def test_weights_that_would_take_most_of_the_memory_stay_in_their_codes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kind", "stays"), [("Q8_0", True), ("Q4_0", True), ("F16", False), ("BF16", False), ("F32", False)]
+)
+def test_weights_that_would_grow_beyond_half_of_the_memory_stay_in_their_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, stays: bool
 ) -> None:
     path = tmp_path / "model.gguf"
-    write_gguf(save_model(tmp_path / "plain", RECIPES["llama"]), path, "Q8_0")
+    write_gguf(save_model(tmp_path / "plain", RECIPES["llama"]), path, kind)
     options = ModelConfig(str(unfold(path, with_tokenizer=False)))
-    assert load_model(options).dtype == torch.bfloat16
+    usual = load_model(options).dtype
     monkeypatch.setattr(stored, "total_cpu_bytes", lambda: 100_000)
     with caplog.at_level("INFO"):
-        assert load_model(options).dtype == torch.float32
-    assert "stay in their codes: expanded, they would take" in caplog.text
+        assert load_model(options).dtype == (torch.float32 if stays else usual)
+    assert ("stay in their codes: expanded, they would take" in caplog.text) == stays
     assert load_model(replace(options, dtype="bfloat16")).dtype == torch.bfloat16
+    if stays:
+        assert usual == torch.bfloat16
 
 
 def test_a_tokenizer_is_taken_as_it_is_whatever_the_model(tmp_path: Path) -> None:
