@@ -58,7 +58,7 @@ class Outputs:
     """The outputs of unfinished requests."""
 
     def __init__(self, open_text_stream: OpenTextStream | None, finish: Callable[[str, FinishReason], None]) -> None:
-        """`open_text_stream`: None if tokens do not become text. `finish` ends a request with a completed stop string."""
+        """`open_text_stream`: None if there is no text. `finish` ends a request that completed a stop string."""
         self._open_text_stream, self._finish = open_text_stream, finish
         self._group_named: dict[str, _Group] = {}
         self._group_of: dict[Request, _Group] = {}
