@@ -197,6 +197,20 @@ def ray_applications() -> dict[str, Any]:
     return found
 
 
+def test_fronts_without_keys_have_no_secret_that_a_restart_would_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="needs foreword[cluster]")
+    from foreword.fleet import ray_ingress
+
+    made: list[int] = []
+    monkeypatch.setattr(ray_ingress.secrets, "token_hex", lambda size: made.append(size) or "secret")
+    for name in ("FOREWORD_API_KEY", "FOREWORD_SERVER_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    ray_ingress.build({"model": "model"})
+    assert made == []
+    ray_ingress.build({"model": "model", "api_key": "key"})
+    assert made == [16]
+
+
 def test_ray_serve_takes_what_deploy_gives_it() -> None:
     pytest.importorskip("ray", reason="needs foreword[cluster]")
     from foreword.fleet.ray_ingress import build

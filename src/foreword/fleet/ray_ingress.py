@@ -61,7 +61,8 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     for name in ("api_key", "operator_key", "server_secret"):
         if (value := getattr(environment, name)) is not None:
             options.setdefault(name, value)
-    options.setdefault("server_secret", secrets.token_hex(16))  # one secret for all fronts, which share caches
+    if "api_key" in options or "keys_file" in options:
+        options.setdefault("server_secret", secrets.token_hex(16))  # one secret for all fronts, which share caches
     options.setdefault("replicas", 1)
     config = ServerConfig(**_read(options, ServerConfig))
     fleet = FleetConfig(**_read(options, FleetConfig))
