@@ -64,10 +64,11 @@ def probe(tier: Tier, keys: BlockKeys) -> Report:
     return ticket.report
 
 
-def load(tier: Tier, keys: BlockKeys, num_bytes: int = BLOCK_BYTES, *, may_move: bool = False) -> Report:
+def load(tier: Tier, keys: BlockKeys, num_bytes: int = BLOCK_BYTES, *, num_moves: int = 0) -> Report:
     """Load blocks, and check that every block that is DONE is what was stored, and no other memory has changed.
 
-    `may_move`: eviction may copy a block forward while its old place is read; only then it is found after it failed.
+    `num_moves`: how often eviction may copy a block forward while its old place is read. Only a block that was copied
+    so may be found after it failed.
     """
     out = np.full((len(keys), num_bytes), 0xA5, np.uint8)
     sink = Buffers([row.data for row in out])
@@ -78,8 +79,8 @@ def load(tier: Tier, keys: BlockKeys, num_bytes: int = BLOCK_BYTES, *, may_move:
     assert (out[~done] == 0xA5).all(), "a block that failed was written to the caller's memory"
     failed = np.isin(ticket.report.outcomes, [Outcome.MISSING, Outcome.CORRUPT, Outcome.IO_ERROR, Outcome.TIMEOUT])
     found = tier.lookup(keys.select(failed))
-    if may_move and found.any():
-        load(tier, keys.select(failed).select(found), num_bytes, may_move=True)  # it may be moved once more
+    if num_moves and found.any():
+        load(tier, keys.select(failed).select(found), num_bytes, num_moves=num_moves - 1)
     else:
         assert not found.any(), "a block that failed is still found"
     return ticket.report

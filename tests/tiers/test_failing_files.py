@@ -46,8 +46,8 @@ def life(path, files) -> None:
         for number in range(20):
             store(tier, keys_of(range(8 * number, 8 * number + 8)))
             if number % 7 == 0:
-                load(tier, keys_of(range(0, 8 * number, 3)), may_move=True)
-        load(tier, keys_of(range(160)), may_move=True)
+                load(tier, keys_of(range(0, 8 * number, 3)), num_moves=2)
+        load(tier, keys_of(range(160)), num_moves=2)
         tier.check_integrity()
         tier.close(WAIT_S)
     with opened(path, replace(SMALL, upkeep_s=600.0)) as healthy:
