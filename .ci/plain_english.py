@@ -1,12 +1,14 @@
 """Finds phrases that stop a reader, in docstrings, comments and messages, and in the pages for users.
 
 CONTRIBUTING.md has the same list for people. `python .ci/plain_english.py [PATH ...]` prints one line per finding,
-`file:line: message`, and exits with 1 if there is a finding. `--sample SEED [PATH ...]` prints 60 paragraphs instead.
-Somebody who has not seen them should understand each one at the first reading.
+`file:line: message`, and exits with 1 if there is a finding. `--sample SEED [PATH ...]` prints 60 paragraphs instead,
+each after the code that it documents, or its page's heading. Somebody who has not seen them should understand each one
+at the first reading.
 """
 
 from __future__ import annotations
 
+import ast
 import io
 import random
 import re
@@ -121,16 +123,48 @@ def texts_of(path: Path) -> list[Text]:
     return [prose_of_page(source)] if path.suffix == ".md" else [*prose_of_python(source)]
 
 
+Owner = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def documented(owner: Owner, scope: str = "") -> Iterator[tuple[range, str]]:
+    """Lines of a piece of code, and what a reader sees above a text there: the outer code before the inner."""
+    name = "" if isinstance(owner, ast.Module) else f"{scope}{owner.name}"
+    head = name
+    if isinstance(owner, ast.FunctionDef | ast.AsyncFunctionDef):
+        head = f"{name}({ast.unparse(owner.args)})" + (f" -> {ast.unparse(owner.returns)}" if owner.returns else "")
+    elif isinstance(owner, ast.ClassDef):
+        head = f"class {name}({', '.join(map(ast.unparse, owner.bases))})"
+    yield range(owner.body[0].lineno if head else 0, (owner.body[-1].end_lineno or 0) + 1), head
+    for before, statement in zip([None, *owner.body], owner.body, strict=False):
+        if isinstance(statement, Owner):
+            yield from documented(statement, f"{name}." if name else "")
+        elif isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(statement, ast.Expr):
+            code = ast.unparse(before)
+            yield range(statement.lineno, statement.lineno + 1), f"{head}: {code[:200]}" if head else code[:200]
+
+
+def context(path: Path, line: int) -> str:
+    """What a reader of a text sees with it: the page's last heading, or the code that the text documents."""
+    source = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return next((text for text in reversed(source.splitlines()[:line]) if text.startswith("#")), "")
+    heads = [head for lines, head in documented(ast.parse(source)) if line in lines]
+    rest = (text.strip() for text in source.splitlines()[line - 1 :])
+    code = next((text for text in rest if text and not text.startswith("#")), "")
+    return heads[-1] + (f": {code}" if source.splitlines()[line - 1].lstrip().startswith("#") else "")
+
+
 def sample(seed: int, names: list[str]) -> None:
-    """Print 60 paragraphs of whole sentences, from pages, docstrings and comments."""
+    """Print 60 paragraphs of whole sentences, from pages, docstrings and comments, each with its context."""
     paragraphs = [
-        f"{path.relative_to(ROOT)}:{text.line}\n    {' '.join(paragraph.split())}"
+        (path, text.line + text.content.count("\n", 0, text.content.index(paragraph)), " ".join(paragraph.split()))
         for path in files_of(names or CHECKED)
         for text in texts_of(path)
         for paragraph in re.split(r"\n\s*\n", text.content)
         if re.fullmatch(r"\s*[A-Z\[`(].*[.:]\s*", paragraph, re.DOTALL) and paragraph.count(" ") >= 7
     ]
-    print("\n".join(random.Random(seed).sample(paragraphs, 60)))
+    for path, line, paragraph in random.Random(seed).sample(paragraphs, 60):
+        print(f"{path.relative_to(ROOT)}:{line}  {context(path, line)}\n    {paragraph}")
 
 
 def main(names: list[str]) -> int:
