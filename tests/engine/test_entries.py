@@ -8,7 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foreword.cache import BlockState, CacheEntry, EntryWish, ExtraKeys, TokenSequence, entry_name
+from foreword.cache import (
+    BlockState,
+    CacheEntry,
+    EntryWish,
+    ExtraKeys,
+    FullAttentionSpec,
+    GroupSpec,
+    KVCacheManager,
+    MambaSpec,
+    PinnedPolicy,
+    SlidingWindowSpec,
+    TokenSequence,
+    entry_name,
+    make_policy,
+)
 from foreword.engine import BREAKPOINT, Keep, Mark, Prompt
 from foreword.request import SamplingParams
 from hash_runner import HashEngine
@@ -210,3 +224,47 @@ def test_an_entry_beyond_the_most_of_an_owner_is_not_made(monkeypatch):
     monkeypatch.setattr("foreword.cache.entries.MAX_ENTRIES", 3)
     wish = EntryWish(world.now + 9.0)
     assert world.parts.manager.keep_prefix(world.sequence(range(12)), wish, world.now).num_kept_tokens == 0
+
+
+@pytest.mark.parametrize("prefix_index", ["hash", "radix"])
+@pytest.mark.parametrize("num_tokens", [8, 10], ids=["whole blocks", "a part of a block"])
+def test_each_turn_of_a_conversation_refreshes_the_entry_that_it_begins_with(prefix_index: str, num_tokens: int):
+    world = World(prefix_index=prefix_index)
+    world.ask(range(num_tokens))
+    [prefix, keep] = prompt_of(range(num_tokens)), Keep(TTL_S)
+    if num_tokens > 8:  # another prompt's block holds the rest of the prefix, too
+        world.ask(range(20))
+    entry = world.parts.engine.entries.pin(prefix, keep)
+    for num_asked in (14, 18, 22, 26):
+        world.now += TTL_S / 2
+        world.ask(range(num_asked))
+        kept = world.parts.manager.entry(entry.name)
+        assert kept is not None
+        assert kept.until == world.now + TTL_S
+
+
+@pytest.mark.parametrize("other", [SlidingWindowSpec(4, 4), MambaSpec(4)], ids=["window", "recurrent"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_longer_hit_refreshes_an_entry_of_several_groups(other: GroupSpec, is_first: bool):
+    groups = (other, FullAttentionSpec(4)) if is_first else (FullAttentionSpec(4), other)
+    manager = KVCacheManager(64, groups=groups, eviction_policy=PinnedPolicy(make_policy("lru", 64), 64))
+
+    def run(name: str, num_tokens: int) -> int:
+        sequence = TokenSequence(name, range(num_tokens), block_size=4)
+        hit = manager.get_computed_blocks(sequence)
+        row = manager.admit(sequence, hit.num_tokens + 4, hit)
+        assert row is not None
+        for end in range(hit.num_tokens + 8, num_tokens + 1, 4):
+            manager.begin_step()
+            manager.grow(row, end)
+        manager.begin_step()
+        manager.free(sequence)
+        return hit.num_tokens
+
+    run("first", 32)
+    entry = manager.keep_prefix(TokenSequence("", range(17), block_size=4), EntryWish(10.0, refresh_s=10.0), now=0.0)
+    assert entry.num_kept_tokens == 16
+    manager.expire_pins(5.0)
+    assert run("second", 36) == 32
+    [kept] = manager.entries()
+    assert kept.until == 15.0

@@ -34,7 +34,7 @@ class EntryWish:
     name: str | None = None
     """The entry's name. None: wishes with the same prefix, owner and source share one entry."""
     refresh_s: float | None = None
-    """Seconds for which the entry stays after a request that begins with all of it; None: no request prolongs it."""
+    """Seconds for which the entry stays after a hit of its last whole block; None: no request prolongs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +114,17 @@ class EntryKeeper:
         if earlier is None and not self._takes_another(wish.owner):
             return replace(nothing, lacks_budget=True)
         block_ids, ends = self._cached_blocks(sequence)
-        is_tail = self._pool.is_tail(block_ids)
+        is_partial = ends % self.block_size > 0
+        whole, partial = block_ids[~is_partial], block_ids[is_partial]
 
         def pin(chosen: BlockIds) -> BlockIds:
             return pins.pin(name, chosen, wish.until, now, owner=wish.owner, refresh_s=wish.refresh_s)
 
-        pinned = pin(block_ids[~is_tail])
-        if is_tail.any() and len(pinned) == len(block_ids) - 1 and wish.until > now and pins.has_room(wish.owner):
-            tail = block_ids[is_tail]
-            self._pool.keep_as_block(int(tail[0]), int(ends[is_tail][0]) // self.block_size)
-            pinned = pin(block_ids)
+        pinned = pin(whole)
+        if len(partial) and len(pinned) == len(whole) and wish.until > now:
+            if self._pool.is_tail(partial)[0] and pins.has_room(wish.owner):
+                self._pool.keep_as_block(int(partial[0]), len(whole))
+            pinned = pin(np.concatenate((partial, whole)))  # a longer hit does not use the partial block
         self._pool.take_back(pinned)
         if not len(pinned) and earlier is None:
             pins.unpin(name)
@@ -204,11 +205,15 @@ class EntryKeeper:
                 self._entries.pop(str(name), None)
 
     def _cached_blocks(self, sequence: TokenSequence) -> tuple[BlockIds, Int64Array]:
-        """A sequence's cached blocks in all groups, ordered by the positions where they end, and these positions."""
-        tables = self._coordinator.find_longest_cache_hit(sequence).tables
-        sizes = self._coordinator.block_sizes
-        ends = [np.arange(1, len(table) + 1) * size for table, size in zip(tables, sizes, strict=True)]
-        all_ids, all_ends = np.concatenate(tables), np.concatenate(ends)
+        """A sequence's cached blocks in all groups, ordered by the positions where they end, and these positions.
+
+        A hit of a pin's last block refreshes the pin. So of blocks that end together, those that each longer hit uses
+        come last.
+        """
+        tables, managers = self._coordinator.find_longest_cache_hit(sequence).tables, self._coordinator.managers
+        in_order = sorted(zip(managers, tables, strict=True), key=lambda group: group[0].hits_every_prefix)
+        ends = [np.arange(1, len(table) + 1) * manager.block_size for manager, table in in_order]
+        all_ids, all_ends = np.concatenate([table for _, table in in_order]), np.concatenate(ends)
         order = np.argsort(all_ends, kind="stable")
         order = order[all_ids[order] != NULL_BLOCK]
         block_ids, ends_of_blocks = all_ids[order], all_ends[order]
