@@ -435,8 +435,8 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes in memory; tiers keep theirs. Raises CacheBusyError while requests hold blocks."""
         counted = self.manager.stats
+        self.manager.reset_prefix_cache()  # first: if it refuses, loads and stores go on
         self._tiers.reset()
-        self.manager.reset_prefix_cache()
         self._counted_before += counted
         if self.scheduler.drafting is not None:
             self.scheduler.drafting.forget()

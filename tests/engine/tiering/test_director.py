@@ -9,13 +9,20 @@ import numpy as np
 import pytest
 
 from doors import allowed_s, cost_of_steps, in_flight, rest_stores, tiers_of
-from foreword.cache import BlockIds, KVCacheManager, MissReason
+from foreword.cache import (
+    BlockIds,
+    FullAttentionSpec,
+    KVCacheManager,
+    MissReason,
+    SlidingWindowSpec,
+    TokenSequence,
+)
 from foreword.engine import Engine, Prompt, TierDirector
-from foreword.engine.tiering import director
+from foreword.engine.tiering import director, stores
 from foreword.engine.tiering.loads import StepCost
 from foreword.engine.tiering.offers import DroppedKeys
-from foreword.errors import ConfigError
-from foreword.request import RequestOutput, SamplingParams
+from foreword.errors import CacheBusyError, ConfigError
+from foreword.request import Request, RequestOutput, SamplingParams
 from foreword.request.request import Loaded
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.ticket import Outcome
@@ -336,6 +343,40 @@ def test_a_reset_forgets_what_is_under_way_and_the_tier_keeps_what_it_has() -> N
         world.step()
         tier.finish()
     assert found.num_cached_tokens == 39
+
+
+def test_a_reset_that_is_refused_cancels_no_load_and_forgets_no_store() -> None:
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier)
+    found, busy = output(world, "loads"), output(world, "busy", [7] * 20, max_tokens=3)
+    world.step()
+    before = world.engine.report_tiers()
+    assert (before.num_loads, before.num_waiting_stores) == (1, 1)
+    with pytest.raises(CacheBusyError):
+        world.engine.reset_prefix_cache()
+    assert world.engine.report_tiers() == before
+    while not (found.finished and busy.finished):
+        tier.finish()
+        world.step()
+    assert found.num_cached_tokens == 39
+
+
+def test_blocks_larger_than_a_chunk_are_stored_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = LateTier()
+    monkeypatch.setattr(stores, "CHUNK_BYTES", 31)
+    manager = KVCacheManager(16, groups=(FullAttentionSpec(4), SlidingWindowSpec(4, 4)))
+    made = TierDirector([tier], HashMemory(HashRunner(16, 4, 50)), manager, NAMESPACE)
+    request = Request(TokenSequence("one", range(9), block_size=4), SamplingParams(max_tokens=1), max_tokens=1)
+    manager.begin_step()
+    assert manager.admit(request.sequence, 8) is not None
+    made.offer(request, 8)
+    num_calls = 0
+    while made.go_on(is_busy=False):
+        tier.finish()
+        num_calls += 1
+        assert num_calls < 20, "the store makes no progress"
+    assert len(tier.content) == 4
 
 
 def test_an_engine_without_the_memory_of_its_pool_says_what_to_give_it(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ class Stores:
         num_bytes, at = 0, 0
         for part in parts:
             size, is_lacking = self._memory.payload_bytes(part.group_id), lacking[at : at + len(part.numbers)]
-            places = np.flatnonzero(is_lacking)[: max(at == 0, (CHUNK_BYTES - num_bytes) // size)]
+            places = np.flatnonzero(is_lacking)[: max(num_bytes == 0, (CHUNK_BYTES - num_bytes) // size)]
             chosen.append(places)
             num_bytes += len(places) * size
             at += len(part.numbers)
