@@ -314,7 +314,7 @@ def noise_ms(times: list[float]) -> float:
 
 
 def rows(results: dict[str, Samples], floor: dict[str, float]) -> Iterator[tuple[str, str, str, Samples, str]]:
-    """The rows of the table: key, description, foreword's contender under that key, samples, limit."""
+    """The rows of the table: key in the JSON, description, the name of foreword's contender, samples, limit."""
     hashes, compare = floor["hashes_50k_ms"], floor["compare_50k_ms"]
     convert = floor["list_to_array_50k_ms"]
     vllm = results["hit list"].get("vllm")

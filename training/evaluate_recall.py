@@ -67,7 +67,7 @@ Results = dict[str, dict[int, dict[str, Tally]]]
 class Case:
     """A conversation's tokens, and the span of each answer or call that the model must have written.
 
-    A span begins after the tokens that begin the turn, and its end token is included.
+    A span begins after the tokens that open its turn, and includes the token that ends the turn.
     """
 
     kind: str

@@ -122,7 +122,10 @@ class Grammars:
         return self._open("lark", grammar)
 
     def open(self, params: StructuredOutputsParams) -> Callable[[], TokenConstraint]:
-        """Return a function that makes constraints by a form. Raises InvalidRequestError for an unusable form."""
+        """Return a function that makes constraints by the schema, regular expression or grammar of these parameters.
+
+        Raises InvalidRequestError if it is unusable.
+        """
         if params.json is not None:
             return self._open("json", json.dumps(params.json))
         if params.regex is not None:

@@ -36,8 +36,8 @@ class RoutingRequest:
     keys: list[Key]
     num_tokens: int
     stable_blocks: int | None = None
-    """The number of leading blocks up to the deepest boundary that later requests share, such as the end of the system
-    prompt and the tools. Used only if no cache is known; None: all blocks."""
+    """The number of leading blocks that later requests probably share, such as those of the system prompt and the
+    tools; None: all blocks. Used only if the router does not know what any replica has cached."""
     session: str | None = None
     """The session, which is used instead of `stable_blocks`; None: no session."""
     runs: tuple[CopiedRun, ...] = ()

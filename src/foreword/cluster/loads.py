@@ -35,7 +35,7 @@ RATE_WEIGHT = 0.1
 MAX_RATE_STEP = 4.0
 """A measurement counts as at most this many times the known rate, and at least the known rate divided by this."""
 DOUBT = 4.0
-"""The weight of the mean of all replicas, as a number of the replica's own measurements."""
+"""In a replica's rate, the mean rate of all replicas weighs as much as this number of its own measurements."""
 FADING = 0.9
 """Factor by which a measurement of any replica lowers the weight of all earlier ones."""
 ALIKE = 0.25

@@ -156,7 +156,10 @@ class Keeper:
         self.drop(entry_name(self._sequence_of(prompt), prompt.owner))
 
     def drop(self, name: str) -> None:
-        """End an entry now. Prompts being computed do not make it again. Blocks that another entry keeps stay kept."""
+        """End an entry now. A prompt that is still being computed for it does not make it again.
+
+        Blocks that another entry keeps, too, stay in the cache.
+        """
         self._manager.drop_entry(name)
         self._asleep.pop(name, None)
         self._change_marks(name, None)

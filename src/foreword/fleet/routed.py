@@ -59,7 +59,7 @@ minutes. The request's own time limit may end the wait earlier."""
 
 _GAUGES = {
     "cached_blocks": "Blocks that the replica has cached, as far as its events say.",
-    "open_requests": "Requests that were sent there and have not ended.",
+    "open_requests": "Requests that were sent to the replica and have not ended.",
     "waiting_tokens": "Prompt tokens that it has to compute.",
 }
 

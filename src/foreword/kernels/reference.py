@@ -84,7 +84,7 @@ class TileShape:
     last_position: int
     """The last position that a query sees. The tile visits chunks from the first seen position up to this position."""
     shortest: int
-    """The least of the requests' last seen positions; KV after it may be unwritten."""
+    """The last position of the shortest request, whose KV at later positions may be unwritten."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def same_kind(prompts: Sequence[TokenIds]) -> list[list[int]]:
 
 
 def same_conversation(prompts: Sequence[TokenIds], kind: Sequence[int]) -> list[list[int]]:
-    """Return groups of a kind's prompts, by index, that share more than most prompts of the kind do."""
+    """Return groups, by index, of the prompts of a kind that share token runs which most others of the kind lack."""
     sketches = _sketches([prompts[index] for index in kind])
     runs, counts = np.unique(np.concatenate(sketches), return_counts=True)
     common = runs[2 * counts > len(kind)]

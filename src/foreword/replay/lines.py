@@ -291,7 +291,7 @@ def _on_grid(pieces: list[tuple[Any, int]], block_tokens: int) -> list[Any]:
 
 
 def parse_mooncake_record(record: object, where: str) -> ParsedLine:
-    """Read the request of a line with all fields of Mooncake's format. Raises TraceError, naming the wrong value."""
+    """Read the request of a line in Mooncake's format. Raises TraceError, naming a value that is wrong or missing."""
     if not isinstance(record, dict):
         raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be one JSON object")
     fields = {"timestamp": None, "output_length": None, "hash_ids": None, **record}

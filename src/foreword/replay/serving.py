@@ -102,7 +102,7 @@ class ServingReport:
     """Seconds from arrival to first token: p50, p90, p99."""
     ttft_ms: dict[str, float]
     queue_ms: dict[str, float]
-    """Milliseconds from arrival to first step, with the same percentiles."""
+    """Milliseconds from arrival to first step: p50, p90, p99."""
     hit_ratio: float
     """With `StepCost`, the share of looked-up tokens that were found. With `PromptRates`, the share of all prompts'
     blocks that were found, including refused prompts. A prompt counts again when another replica takes it over."""

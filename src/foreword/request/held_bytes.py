@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from foreword.errors import MediaBusyError
 
 PASS_EVERY_S = 1.0
-"""The least seconds between two passes of the garbage collector for room. A pass may stop the process for 100 ms."""
+"""The least seconds between two garbage collections that are to free memory. One may stop the process for 100 ms."""
 
 
 class HeldBytes:

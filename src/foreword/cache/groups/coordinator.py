@@ -128,7 +128,7 @@ class KVCacheCoordinator(ABC):
             self._ledger.removed(forgotten, cause, self.pool.get_usage())
 
     def _forget_reused(self, block_ids: BlockIds) -> BlockIds:
-        """Forget blocks that the pool gives away. Returns all blocks that can no longer be found."""
+        """Forget blocks that the pool reuses. Returns these blocks, and all others that lookups can no longer find."""
         num_indexed, num_tails = len(self.index), self.index.num_tails
         forgotten = self.index.remove(block_ids)
         self.stats.evictions += num_indexed - len(self.index)

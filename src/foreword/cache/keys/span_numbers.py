@@ -1,4 +1,4 @@
-"""Numbers that represent spans in an index of tokens, and the tokens at which salts and adapters begin."""
+"""Numbers that stand for spans, such as pictures, in an index of tokens, and for salts and adapters at their begin."""
 
 from __future__ import annotations
 

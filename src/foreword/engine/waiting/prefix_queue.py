@@ -1,7 +1,8 @@
 """PrefixQueue: serves requests with cached prefixes first, within a bound on delay.
 
 Tenants take turns, and a tenant's requests are served in order of priority. The requests of one tenant and one priority
-are a lane. In a lane, the family with the most cached blocks goes first, and in a family its oldest request.
+are a lane. Requests of a lane with the same first missing block are a family. The family with the most cached blocks
+goes first, and in a family the oldest request.
 
 A request may be overtaken, within its lane, by later requests that together take at most `max_overtake_s` seconds:
 
@@ -12,8 +13,8 @@ The time that later requests took from a request depends only on its arrival, an
 one sum per lane decides, however many requests wait.
 
 `WaitingPrefixes` sorts waiting requests by the cached parts of their prompts. The cache's ledger reports changes, so
-nothing is looked up again. A family is the requests of one lane with the same first missing block. Keys are chained, so
-the blocks before that block are the same too: if one of the requests computes the block, the others hit it.
+nothing is looked up again. Keys are chained, so requests with the same first missing block have the same blocks before
+it, too: if one of the requests computes the block, the others hit it.
 
     cached     |--- document ---|
     request 1  |--- document ---|-- question a --|     a family for each of the two questions,
@@ -489,7 +490,7 @@ class Pace:
         self._prompt_token_s, self._answer_token_s, self._answer_tokens = Mean(), Mean(), Mean()
 
     def begin_step(self) -> None:
-        """Record that a step is planned while no other step is being computed."""
+        """Record that a step is planned. Called only while no other step is being computed."""
         self._began = self._clock()
 
     def note_step(self, entries: Entries) -> None:

@@ -57,7 +57,7 @@ _FEATURES = llvm.get_host_cpu_features()
 HAS_INSTRUCTIONS = all(_FEATURES.get(name) for name in ("avx2", "fma", "f16c"))
 """Whether this processor has the instructions for these products."""
 MOST_ROWS = 8 if _FEATURES.get("avx512f") else 3
-"""The most rows that are multiplied at once. The rows' chains fill the processor's registers."""
+"""The most rows that are multiplied at once. Their running sums fill the processor's registers."""
 UNIT_ROWS = 96
 """The most rows of a unit. With this number, expanding a panel takes a few hundredths of the time of its products."""
 UNIT_PANELS = 8
@@ -309,8 +309,8 @@ multiply = emit.by_rows(
 )
 """Add products of rows and expanded steps to sums; the first argument is 16 * kind + the number of rows.
 
-Arguments: rows, and the bytes from a row to the next; expanded steps, and their number; sums; sums of inputs from the
-first step on, and the bytes from a row's sums of inputs to the next row's.
+The other arguments: the address of the rows; the bytes from a row to the next; the address of the expanded steps; their
+number; the address of the sums; the address of the first step's sums of inputs; the bytes from a row's to the next row's.
 """
 
 

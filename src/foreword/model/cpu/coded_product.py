@@ -38,7 +38,7 @@ _WEIGHTS = HugePages()
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """A weight in the codes that its file has."""
+    """A quantized weight matrix, kept in the codes of its file."""
 
     kind: CodeFormat
     shape: tuple[int, int]

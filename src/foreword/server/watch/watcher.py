@@ -221,7 +221,7 @@ class Report:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the rate is exact in whole blocks: all requests report their hits, and no event is missing."""
+        """Whether the hit rate is exact, in whole blocks. It is if all requests report hits and no event is missing."""
         return self.state == "exact" and self.seen.is_exact
 
     def bound(self, least: str, about: str) -> str:

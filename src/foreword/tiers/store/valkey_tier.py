@@ -239,7 +239,7 @@ class StoreLoader:
                 while num_asked < count and (num_asked == index or in_flight < self._state.options.window_bytes):
                     in_flight += load.payload_bytes[num_asked]
                     num_asked += 1
-                # Ask for one byte more than a right value has. It shows that a value is too long, however long it is.
+                # Ask for one byte more than a right value has. If that byte comes, the value is too long.
                 ends = [HEADER_BYTES + load.payload_bytes[at] for at in range(begin, num_asked)]
                 keys = [server_key(name) for name in load.names[begin:num_asked]]
                 link.send([("GETRANGE", key, 0, end) for key, end in zip(keys, ends, strict=True)])

@@ -54,7 +54,7 @@ class ValueFormat:
     def verify(self, name: bytes, num_bytes: int, value: memoryview) -> Outcome:
         """DONE if the value holds the block's payload of `num_bytes`, MISSING if it has another length, else CORRUPT.
 
-        A value that is too long may be cut off one byte after its right length.
+        Of a value that is too long, the caller may pass the right length and one byte more.
         """
         if len(value) < HEADER_BYTES:
             return Outcome.CORRUPT

@@ -454,7 +454,9 @@ class ModulesRequest(TextCall):
         None, alias="schema", description="Name of a schema of /v1/pml/schemas; documents need none."
     )
     prompt: str | None = Field(None, description="A prompt of the schema as PML, in place of the next three fields.")
-    modules: dict[str, Any] | None = Field(None, description="For each module, its arguments and nested modules.")
+    modules: dict[str, Any] | None = Field(
+        None, description="The arguments and nested modules of each module, by its name."
+    )
     text: str | None = Field(None, description="Text after the modules.")
     messages: dict[Word, str] | None = Field(None, description="Texts of messages by role, after the modules.")
     positions: Word = Field("schema", description="How the schema's parts get positions: schema, shift or dense.")
