@@ -121,7 +121,7 @@ class KeyMover:
     """Moves KV within one storage, for one thread at a time."""
 
     def __init__(self, storage: KVStorage, rotation: KeyRotation, *, compiled: bool | None = None) -> None:
-        """`compiled`: whether to use compiled kernels, for the same bits; None: use them if they support this storage."""
+        """`compiled`: whether to use compiled kernels, same bits; None: if they support this storage."""
         self._storage, self._rotation = storage, rotation
         self._turns_of = functools.lru_cache(maxsize=1024)(Turn.cosines)
         layers = storage.blocks.values()

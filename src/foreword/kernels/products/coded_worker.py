@@ -310,7 +310,7 @@ multiply = emit.by_rows(
 """Add products of rows and expanded steps to sums; the first argument is 16 * kind + the number of rows.
 
 The other arguments: the address of the rows; the bytes from a row to the next; the address of the expanded steps; their
-number; the address of the sums; the address of the first step's sums of inputs; the bytes from a row's to the next row's.
+number; the address of the sums; the address of the first step's sums of inputs; the bytes to the next row's.
 """
 
 
