@@ -304,6 +304,54 @@ def test_a_state_that_was_not_saved_is_told_apart_from_tokens_that_were_never_se
     assert manager.explain(sequence("c", [*range(8), 50, 51, 52, 53, 54])).reason is MissReason.NEVER_SEEN
 
 
+def run_in_steps(manager, seq, num_tokens):
+    """Compute a sequence in steps of so many tokens, so that states are saved, and free it."""
+    hit = manager.get_computed_blocks(seq)
+    assert manager.allocate_slots(seq, hit.num_tokens + num_tokens, hit) is not None
+    for end in range(hit.num_tokens + 2 * num_tokens, len(seq) + 1, num_tokens):
+        manager.begin_step()
+        assert manager.allocate_slots(seq, end) is not None
+    manager.begin_step()
+    manager.free(seq)
+
+
+@pytest.mark.parametrize("number", [-1, -2], ids=["last", "last but one"])
+@pytest.mark.parametrize("other", [SlidingWindowSpec(5, 4), MambaSpec(8)], ids=["window", "recurrent"])
+def test_any_evicted_block_that_the_next_longer_hit_needs_is_the_reason(other, number):
+    manager = KVCacheManager(64, groups=[FullAttentionSpec(2), other], ledger=CacheLedger(64))
+    seq = sequence("a", range(32), block_size=2)
+    run_in_steps(manager, seq, 8)
+    full = manager.get_computed_blocks(sequence("b", range(33), block_size=2)).tables[0]
+    assert manager.explain(sequence("b", range(33), block_size=2)).reason is None
+    manager.evict_blocks(full[[number]])
+    explanation = manager.explain(sequence("b", range(33), block_size=2))
+    assert (explanation.num_hit_tokens, explanation.reason) == (32 - other.block_size, MissReason.EVICTED)
+
+
+def test_a_state_that_was_saved_and_evicted_is_evicted_though_hits_end_at_larger_blocks():
+    manager = KVCacheManager(64, groups=[FullAttentionSpec(8), MambaSpec(2)], ledger=CacheLedger(64))
+    seq = sequence("a", range(16), block_size=2)
+    manager.allocate_slots(seq, 8, manager.get_computed_blocks(seq))
+    manager.begin_step()
+    manager.allocate_slots(seq, 16)
+    state = manager.block_ids("a", 1)[-1:]
+    manager.begin_step()
+    manager.free(seq)
+    manager.evict_blocks(state)
+    explanation = manager.explain(sequence("b", range(17), block_size=2))
+    assert (explanation.num_hit_tokens, explanation.reason) == (8, MissReason.EVICTED)
+
+
+def test_ghosts_count_if_eviction_took_only_the_end_of_what_a_longer_hit_needs():
+    manager = KVCacheManager(23, groups=[FullAttentionSpec(2), SlidingWindowSpec(5, 4)], ledger=CacheLedger(23))
+    run_in_steps(manager, sequence("a", range(32), block_size=2), 8)
+    run_in_steps(manager, sequence("b", range(50, 58), block_size=2), 8)
+    explanation = manager.explain(sequence("c", range(33), block_size=2))
+    assert (explanation.num_hit_tokens, explanation.reason) == (28, MissReason.EVICTED)
+    assert explanation.eviction.cause is EvictionCause.REUSED
+    assert explanation.num_ghost_tokens == 4
+
+
 @both_indexes
 def test_ghosts_tell_what_a_pool_of_twice_the_size_hits(index):
     """Under lru, with one request at a time and prompts of whole blocks, exactly."""

@@ -18,7 +18,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise, takewhile
+from itertools import islice, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -236,12 +236,22 @@ class GroupLedger:
         return MissReason.MEDIA_DIFFERS
 
     def num_ghost_hits(self, sequence: TokenSequence, first: int) -> int:
-        """The number of the sequence's consecutive blocks from `first` on that a pool of twice the size would hold."""
+        """The number of the sequence's consecutive blocks from `first` on that a pool of twice the size would hold.
+
+        Findable blocks after the last ghost do not count.
+        """
         if not self._ghosts:
             return 0
         numbers = range(first, sequence.num_full_blocks // self.width)
-        ghosts = map(self._ghosts.get, keys_of_group(sequence.block_hashes(), self.width, numbers.start, numbers.stop))
-        return sum(1 for _ in takewhile(lambda ghost: ghost and ghost.cause is EvictionCause.REUSED, ghosts))
+        keys = keys_of_group(sequence.block_hashes(), self.width, numbers.start, numbers.stop)
+        num_held = 0
+        for number, key in enumerate(keys, start=1):
+            ghost = self._ghosts.get(key)
+            if ghost is not None and ghost.cause is EvictionCause.REUSED:
+                num_held = number
+            elif key not in self._num_copies:
+                break
+        return num_held
 
     def num_under_salt(self, prefix: str) -> int:
         return sum(count for salt, count in self._num_salted.items() if salt is not None and salt.startswith(prefix))

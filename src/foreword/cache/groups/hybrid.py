@@ -181,7 +181,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         """The reason of the group that keeps the most blocks, unless another group has evicted its next block."""
         if self._cell_tokens is not None and hit.num_tokens + self.alignment > self._num_findable(sequence):
             return MissReason.PARTIAL_BLOCK, None  # a cell that the prompt does not fill, or generated tokens
-        reasons = [self._accounts[g].reason(sequence, len(hit.tables[g])) for g in self._order]
+        reasons = [self._reason_of(group_id, sequence, hit) for group_id in self._order]
         for reason in reasons:
             if reason is not None and reason[1] is not None:
                 return reason
@@ -193,9 +193,21 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
                 return MissReason.STATE_NOT_SAVED, None
         return MissReason.PARTIAL_BLOCK, None  # the rest is shorter than a block of all groups
 
+    def _reason_of(
+        self, group_id: int, sequence: TokenSequence, hit: PrefixHit
+    ) -> tuple[MissReason, Eviction | None] | None:
+        """Why a group lacks the first block that the next longer hit needs; None if it lacks none of them."""
+        manager, end = self.managers[group_id], hit.num_tokens + self.alignment
+        first = max(len(hit.tables[group_id]), manager.first_needed_block(end))
+        reasons = (self._accounts[group_id].reason(sequence, at) for at in range(first, end // manager.block_size))
+        return next((reason for reason in reasons if reason is not None), None)
+
     def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
         """The count of the group that keeps the most blocks: an upper bound for the other groups."""
         group_id = self._order[0]
+        reason = self._reason_of(group_id, sequence, hit)
+        if reason is None or reason[0] is not MissReason.EVICTED:
+            return 0
         return self._accounts[group_id].num_ghost_hits(sequence, len(hit.tables[group_id])) * self.block_sizes[group_id]
 
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow, held_apart: BlockIds) -> None:
