@@ -134,6 +134,10 @@ def test_a_failed_step_leaves_its_cause(index):
         ),
         ({"embeddings_hash": "x"}, {"embeddings_hash": "y"}, MissReason.MEDIA_DIFFERS),
         ({"salt": "red", "adapter": "sql"}, {"salt": "red"}, MissReason.ADAPTER_DIFFERS),
+        ({"spans": (KeyedSpan("link", "source", 0, 3),)}, {}, MissReason.NEVER_SEEN),
+        ({}, {"spans": (KeyedSpan("jump", "9:0", 0, 1),)}, MissReason.NEVER_SEEN),
+        ({"salt": "red", "spans": (KeyedSpan("link", "source", 1, 3),)}, {"salt": "blue"}, MissReason.NEVER_SEEN),
+        ({"salt": "red", "spans": (KeyedSpan("link", "source", 4, 3),)}, {"salt": "blue"}, MissReason.SALT_DIFFERS),
     ],
 )
 def test_equal_tokens_under_other_keys_say_in_what_they_differ(index, cached, asked, reason):

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from foreword.cache.account.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from foreword.cache.block_ids import BlockIds, are_distinct
-from foreword.cache.keys.hashing import NO_EXTRA_KEYS, BlockHash, ExtraKeys
+from foreword.cache.keys.hashing import NO_EXTRA_KEYS, BlockHash, ExtraKeys, KeyedSpan
 from foreword.cache.keys.sequence import TokenSequence, common_length, keys_of_group
 
 MAX_COMPARED = 64
@@ -219,13 +219,15 @@ class GroupLedger:
             return MissReason.EVICTED, self._ghosts[key]
         (plain,) = keys_of_group(sequence.plain_block_hashes(), self.width, numbers.start, numbers.stop)
         end = numbers.stop * self.width * sequence.block_size
-        return self._difference(plain, sequence.extra_keys.of_prefix(end)), None
+        return self._difference(plain, sequence.extra_keys.of_prefix(end), end), None
 
-    def _difference(self, plain: BlockHash, extra_keys: ExtraKeys) -> MissReason:
-        """How a prompt's extra keys differ from those under which the same tokens are findable."""
+    def _difference(self, plain: BlockHash, extra_keys: ExtraKeys, end: int) -> MissReason:
+        """How a prompt's extra keys differ from those under which its same first `end` tokens are findable."""
         others = list(self._variants.get(plain, ()))
         if plain in self._num_copies:
             others.append(NO_EXTRA_KEYS)
+        moved = _moved(extra_keys, end)  # linked tokens have other KV than the same tokens of a plain prompt
+        others = [other for other in others if _moved(other, end) == moved]
         if not others:
             return MissReason.NEVER_SEEN
         others = [other for other in others if other.salt == extra_keys.salt]
@@ -310,6 +312,11 @@ class GroupLedger:
                     group_idx=self._group_id,
                 )
             )
+
+
+def _moved(extra_keys: ExtraKeys, end: int) -> list[KeyedSpan]:
+    """The spans before position `end` that are linked, or whose positions jump."""
+    return [span for span in extra_keys.spans if span.kind != "media" and span.offset < end]
 
 
 Place = tuple[BlockHash, tuple[str, ...]]
