@@ -177,3 +177,19 @@ def test_names_of_segments_are_in_the_order_of_their_numbers(tmp_path):
     assert segments_in(FILES, tmp_path / "nowhere") == []
     directory.close()
     directory.close()
+
+
+def test_a_dead_folder_that_cannot_be_removed_keeps_no_other_from_being_adopted(tmp_path, caplog):
+    directories = [CacheDirectory(FILES, tmp_path) for _ in range(3)]
+    mine, *dead = sorted(directories, key=lambda directory: directory.home, reverse=True)
+    for number, directory in enumerate(dead, 1):
+        segment(directory.home, number)
+    first = min(directory.home for directory in dead)
+    (first / "not-ours").mkdir()
+    for directory in dead:
+        directory.close()
+    mine.adopt()
+    assert [path.name for path in segments_in(FILES, mine.home)] == ["000001-00000001.fwseg", "000002-00000002.fwseg"]
+    assert f"{first} of a dead process cannot be taken over" in caplog.text
+    assert mine.other_homes() == [first]
+    mine.close()

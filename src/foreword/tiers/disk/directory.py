@@ -90,7 +90,10 @@ class CacheDirectory:
         try:
             if self._files.try_lock(janitor):
                 for home in self.other_homes():
-                    moved += self._adopt_home(home)
+                    try:
+                        moved += self._adopt_home(home)
+                    except OSError as error:  # it must not keep others from being taken over
+                        logger.warning("the folder %s of a dead process cannot be taken over: %s", home, error)
         except OSError as error:
             logger.warning("the cache directory cannot be tidied: %s", error)
         finally:
