@@ -25,7 +25,7 @@ pytest.importorskip("valkey")
 
 PATIENT = replace(OPTIONS, max_failures=1)
 KEYS = keys_of(range(3))
-HONEST = {b"EXISTS": b":1\r\n", b"INFO": b"$0\r\n\r\n", b"GETRANGE": b"$0\r\n\r\n", b"PING": b"+PONG\r\n"}
+HONEST = {b"EXISTS": b":1\r\n", b"INFO": b"$0\r\n\r\n", b"GETRANGE": b"$0\r\n\r\n"}
 DRIPS_S = 10.0
 """After which a server that drips ends by itself: a tier that waits for it fails the test and does not hang."""
 
@@ -41,6 +41,10 @@ class Liar:
         self._listener.listen()
         self._is_closed = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def reply(self, name: bytes, data: bytes) -> None:
+        """Send other bytes for the commands of a name from now on."""
+        self._replies[name] = data
 
     def close(self) -> None:
         self._is_closed.set()
@@ -183,3 +187,19 @@ def test_an_unsigned_store_on_another_machine_is_a_warning(caplog, tmp_path: Pat
         with ValkeyTier(f"valkey://user:secret@{host}:1", options):
             assert ("are not signed" in caplog.text) == expected
             assert "secret" not in caplog.text
+
+
+def test_a_server_that_refuses_all_questions_is_tried_less_and_less_often(liar, caplog) -> None:
+    caplog.set_level(logging.INFO, "foreword")
+    server = liar({b"EXISTS": b":0\r\n"})
+    with ValkeyTier(server.url, PATIENT) as tier:
+        server.reply(b"EXISTS", b"-NOAUTH Authentication required.\r\n")
+        begun = time.monotonic()
+        while time.monotonic() < begun + 1.0:
+            tier.lookup(keys_of([time.monotonic_ns()]))
+            time.sleep(0.01)
+        assert tier.stats().num_breaker_trips == 1
+        assert "answers again" not in caplog.text
+        server.reply(b"EXISTS", b":0\r\n")
+        until(lambda: tier.stats().breaker == "closed")
+    assert "answers again" in caplog.text

@@ -329,7 +329,7 @@ def test_a_wrong_or_missing_password_is_an_error_that_does_not_repeat_it(own_ser
 def test_a_user_needs_the_rights_that_are_documented_and_no_others(own_server, caplog):
     server = own_server()
     client = server.client()
-    rights = "+exists +getrange +set +del +ping +info ~fw1:*"
+    rights = "+exists +getrange +set +del +info ~fw1:*"
     for name, given in (("all", rights), ("reads", rights.replace("+set ", "").replace("+info ", "")), ("none", "")):
         client.execute_command("ACL", "SETUSER", name, "on", ">word", *given.split())
     with pytest.raises(ConfigError, match=r"NOPERM|permissions") as caught:

@@ -13,7 +13,7 @@ A URL is `valkey://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]`; `redis://` means t
 `valkeys://` and `rediss://` use TLS: certificate and host name are checked, against `?ssl_ca_certs=FILE` if it is
 given. `&ssl_certfile=FILE&ssl_keyfile=FILE` is the client's own certificate. Nodes of a cluster cannot be used.
 
-A user needs these rights (ACL): `+exists +getrange +set +del +ping +info ~fw1:*`. Without `+set` the tier only reads;
+A user needs these rights (ACL): `+exists +getrange +set +del +info ~fw1:*`. Without `+set` the tier only reads;
 without `+info` the server's memory is not shown. KV is prompt text in another form: a user who may read it can learn
 prompts. If all machines use a `mac_key_file`, a user who may write can only cause misses. Advice for the server:
 `maxmemory-policy allkeys-lfu`, `save ""`, `appendonly no`.
@@ -38,11 +38,22 @@ from foreword.tiers.store.client import Link, Refusal, Reply, ServerGoneError, S
 from foreword.tiers.store.state import CircuitBreaker, StoreOptions, StoreState, StoreView
 from foreword.tiers.store.value import HEADER_BYTES, ValueFormat, server_key
 from foreword.tiers.ticket import FORGOTTEN, JobThread, Outcome, Ticket
-from foreword.tiers.tier import BlockKeys, BlockRun, BlockSink, BoolArray, DoneCallback, TierStats
+from foreword.tiers.tier import (
+    KEY_BYTES,
+    NAMESPACE_BYTES,
+    BlockKeys,
+    BlockRun,
+    BlockSink,
+    BoolArray,
+    DoneCallback,
+    TierStats,
+)
 
 logger = logging.getLogger(__name__)
 AT_ONCE = 64
 """The number of blocks in one EXISTS command, which returns only a count. Usually all of them are there, or none is."""
+NO_BLOCK = bytes(NAMESPACE_BYTES + 2 + KEY_BYTES)
+"""A block's name that no block has, to try whether the server answers questions."""
 PATIENCE_S = 5.0
 """Seconds that `close` waits for a thread that is in the middle of a call."""
 
@@ -96,12 +107,12 @@ class StoreAsker:
         url = state.server.shown_url
         try:
             with state.session(self.link) as link:
-                exist(link, [bytes(50)])
+                exist(link, [NO_BLOCK])
                 state.read_memory(link)
         except ServerRefusedError as error:
             raise ConfigError(
                 f"the store {url!r} refuses: {error}; check user, password and database, "
-                "and give the user the rights `+exists +getrange +set +del +ping +info ~fw1:*`"
+                "and give the user the rights `+exists +getrange +set +del +info ~fw1:*`"
             ) from error
         except ServerGoneError as error:
             state.breaker.trip()
@@ -132,8 +143,7 @@ class StoreAsker:
         if state.breaker.may_try():
             try:
                 with state.session(self.link) as link:
-                    link.send([("PING",)])
-                    link.reply()
+                    exist(link, [NO_BLOCK])  # a server that refuses questions would answer a PING
             except ServerGoneError as error:
                 logger.debug("the store %s still does not answer: %s", state.server.shown_url, error)
         return None if state.breaker.is_closed else state.breaker.seconds_to_try
