@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from foreword.text.reply.arguments import properties_of
 from foreword.text.reply.format import GENERIC, ReplyFormat, family
 
 Message = dict[str, Any]
@@ -299,10 +300,10 @@ def _filled(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return tool
-    schema = function.get("parameters") or {}
+    schema = function["parameters"] if isinstance(function.get("parameters"), Mapping) else {}
     properties = {
         name: {"type": _type_of(member), "description": "", **member} if isinstance(member, Mapping) else member
-        for name, member in (schema.get("properties") or {}).items()
+        for name, member in properties_of(schema).items()
     }
     parameters = {**NO_PARAMETERS, **schema, "properties": properties}
     return {**tool, "type": "function", "function": {"description": "", **function, "parameters": parameters}}
@@ -310,7 +311,8 @@ def _filled(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _type_of(schema: Mapping[str, Any]) -> str:
     """Find the type of a schema without `type` in its other fields; "string" if these do not say it."""
-    for variant in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
-        if isinstance(variant, Mapping) and isinstance(variant.get("type"), str) and variant["type"] != "null":
-            return str(variant["type"])
+    for key in ("anyOf", "oneOf"):
+        for variant in schema[key] if isinstance(schema.get(key), list) else ():
+            if isinstance(variant, Mapping) and isinstance(variant.get("type"), str) and variant["type"] != "null":
+                return str(variant["type"])
     return "object" if "properties" in schema else "string"

@@ -17,6 +17,7 @@ from foreword.text.reply import Call, ReplyReader
 from foreword.text.reply.arguments import MOST_SCHEMAS, cast, types_of
 from foreword.text.reply.forced import forced_calls, without_patterns
 from foreword.text.reply.format import family
+from foreword.text.template_form import TemplateForm
 from text.reply.replies import FORMATS, SAMPLES, named, read
 from text.reply.test_forced import grammars, tokenizer, walk
 
@@ -276,3 +277,29 @@ def test_reasoning_spans_are_the_same_for_every_cut() -> None:
     begin, end = spans[0][0]
     assert text[begin:end].startswith("<think>x")
     assert len(spans[0]) == 2
+
+
+KEYS = (
+    "type properties required enum const anyOf oneOf allOf items $ref $defs format pattern minLength nullable".split()
+)
+CUT_CALLS = {
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=v>\n12",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="v">12',
+    "glm4": "<tool_call>f\n<arg_key>v</arg_key>\n<arg_value>12",
+}
+
+
+@pytest.mark.parametrize("wrong", [5, "x", ["x"], {"x": 5}, {"v": {"anyOf": 5, "oneOf": {}}}, [[]], None], ids=repr)
+@pytest.mark.parametrize("key", KEYS)
+def test_parts_of_a_schema_that_are_none_count_as_missing(key, wrong):
+    for schema in ({key: wrong}, parameters({key: wrong}), parameters({"type": "string", key: wrong})):
+        function = {"name": "f", "parameters": schema}
+        tools = [{"type": "function", "function": function}]
+        messages, inputs = TemplateForm(tools="filled").write([{"role": "user", "content": "Hi"}], {"tools": tools})
+        assert messages == [{"role": "user", "content": "Hi"}]
+        assert inputs["tools"][0]["function"]["name"] == "f"
+        without_patterns(schema, lambda pattern: False)
+        for name, text in CUT_CALLS.items():
+            assert forced_calls(family(name), [function], {}, may_repeat=True)
+            reader = ReplyReader(family(name), tools=tools)
+            assert [call.name for call in [*reader.push(text), *reader.finish()]] == ["f"]

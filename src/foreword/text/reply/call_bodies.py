@@ -382,8 +382,7 @@ class _TagBody(CallBody):
             self.calls = calls
             return
         begun = call.arguments[:-1]
-        types = types_of((schema.get("properties") or {}).get(self._key), schema)
-        if self._key is not None and types in ([], ["string"]):
+        if self._key is not None and types_of(properties_of(schema).get(self._key), schema) in ([], ["string"]):
             value = as_json("".join(self._pieces))[:-1]
             begun += f"{', ' if self._values else ''}{as_json(self._key)}: {value}"
         self.calls = [Call(call.name, begun, False, call.id)]

@@ -85,7 +85,7 @@ def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
     shortest, longest = (schema.get(key) for key in ("minLength", "maxLength"))
     if isinstance(shortest, int) or isinstance(longest, int):
         yield f"(?s:.{{{shortest if isinstance(shortest, int) else 0},{longest if isinstance(longest, int) else ''}}})"
-    if schema.get("format") in FORMATS:
+    if isinstance(schema.get("format"), str) and schema["format"] in FORMATS:
         yield FORMATS[schema["format"]]
 
 
