@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -322,6 +323,10 @@ def test_a_broken_template_is_a_template_error(tmp_path: Path) -> None:
         tokenizer.render_chat([{"role": "user", "content": "Hello"}])
 
 
+CALL = {"function": {"name": "add", "arguments": {}}}
+NESTED = functools.reduce(lambda inner, _: [inner], range(2000), [])
+
+
 @pytest.mark.parametrize(
     ("messages", "complaint"),
     [
@@ -332,6 +337,11 @@ def test_a_broken_template_is_a_template_error(tmp_path: Path) -> None:
         ([{"content": "Hello"}], "'role'"),
         ([{"role": "user", "content": "Hi"}, {"role": "user"}], "message 1 needs a string 'content'"),
         ([{"role": "user", "content": None}], "'content'"),
+        (5, "list of messages"),
+        ([{"role": "assistant", "content": "", "tool_calls": 5}], "message 0 has tool_calls=5"),
+        ([{"role": "assistant", "content": "", "tool_calls": [CALL | {"id": []}]}], r"with id=\[\]; give a text"),
+        ([{"role": "tool", "content": "4", "tool_call_id": {}}], "message 0 has tool_call_id={}; give a text"),
+        ([{"role": "user", "content": "Hi", "extra": NESTED}], "too deep"),
     ],
 )
 def test_malformed_messages_are_refused(byte_level: Tokenizer, messages: object, complaint: str) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NoReturn, TypedDict
@@ -65,7 +65,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     A content may be a list of text parts, `[{"type": "text", "text": ...}]`, which `joined_parts` joins. A message with
     tool calls may lack its content. Arguments that are not a JSON object stay a text. Raises InvalidRequestError.
     """
-    if isinstance(messages, str | Mapping):
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise InvalidRequestError(
             'a conversation is a list of messages such as {"role": "user", "content": "Hello"}, '
             f"not a {type(messages).__name__}"
@@ -81,9 +81,13 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     plain = dict(message)
     if isinstance(plain.get("content"), Sequence) and not isinstance(plain["content"], str):
         plain["content"] = joined_parts([_text_of(part, index) for part in plain["content"]], plain.get("role"))
-    if plain.get("tool_calls"):
+    if calls := plain.get("tool_calls"):
+        if not isinstance(calls, Sequence):
+            raise InvalidRequestError(f"message {index} has tool_calls={calls!r:.60}, which is no list of calls")
         plain["content"] = plain.get("content") or ""
-        plain["tool_calls"] = [_plain_call(call, index) for call in plain["tool_calls"]]
+        plain["tool_calls"] = [_plain_call(call, index) for call in calls]
+    if not isinstance(plain.get("tool_call_id"), Hashable):
+        raise InvalidRequestError(f"message {index} has tool_call_id={plain['tool_call_id']!r:.60}; give a text")
     for key in ("role", "content"):
         if not isinstance(plain.get(key), str):
             raise InvalidRequestError(f"message {index} needs a string {key!r}, but has {plain.get(key)!r} there")
@@ -108,6 +112,8 @@ def _plain_call(call: Any, index: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"message {index} has a tool call without a function's name: {call!r:.80}")
+    if not isinstance(call.get("id"), Hashable):
+        raise InvalidRequestError(f"message {index} has a tool call with id={call['id']!r:.60}; give a text")
     arguments = function.get("arguments")
     if not isinstance(arguments, Mapping):
         arguments = read_arguments(arguments if isinstance(arguments, str) else json.dumps(arguments or {}))

@@ -140,18 +140,18 @@ class Renderer:
         source = chat_template or self.chat_template
         if source is None:
             return TemplateReport()
-        if source not in self._reports:
-
-            def render(messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> str:
-                is_open = messages[-1]["role"] != "assistant"
-                return self._apply(Conversation(messages, inputs, is_open), source)
-
-            report = Probe(render, choose_format(None, None, source)).report()
-            if len(self._reports) >= MOST_REPORTS:
-                self._reports.pop(next(reversed(self._reports)), None)  # keeps the first, the tokenizer's own
-            self._reports[source] = report
+        if (report := self._reports.get(source)) is not None:  # other threads may drop it at any time
             return report
-        return self._reports[source]
+
+        def render(messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> str:
+            is_open = messages[-1]["role"] != "assistant"
+            return self._apply(Conversation(messages, inputs, is_open), source)
+
+        report = Probe(render, choose_format(None, None, source)).report()
+        if len(self._reports) >= MOST_REPORTS:
+            self._reports.popitem()  # the last: the first is the tokenizer's own
+        self._reports[source] = report
+        return report
 
     def take_control_tokens(self) -> None:
         """From now on, read control tokens in messages, such as `<|im_end|>`, as tokens, as in text prompts."""
@@ -206,8 +206,11 @@ class Renderer:
             )
         report = self.template_report(source)
         refuse_lost(report, chat.messages, chat.inputs)
-        chat, mark = self._hidden(chat)
-        messages, inputs = report.form.write(chat.messages, chat.inputs)
+        try:
+            chat, mark = self._hidden(chat)
+            messages, inputs = report.form.write(chat.messages, chat.inputs)
+        except RecursionError as error:
+            raise InvalidRequestError("a message or a tool has lists or objects too deep inside each other") from error
         if not pictures_of(chat.messages):
             return _Marked(self._apply(replace(chat, messages=messages, inputs=inputs), source), mark)
         text = self._apply(replace(chat, messages=in_parts(messages), inputs=inputs), source)
