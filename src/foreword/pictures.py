@@ -71,7 +71,7 @@ class PictureFile:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of the file, or of the image's pixels; 0 until the file is fetched."""
+        """The number of bytes of the file, or of the pixels of an image of Pillow; 0 until the file is fetched."""
         if self.data is None:
             return 0
         return len(self.data) if isinstance(self.data, bytes) else 3 * self.data.width * self.data.height
@@ -341,7 +341,7 @@ class Pictures:
         return read
 
     def shown(self, prompt: Prompt, pictures: Sequence[ReadPicture]) -> Prompt:
-        """Replace each picture's sign in a prompt by the picture's tokens. Raises InvalidRequestError."""
+        """Replace each picture's placeholder token in a prompt by the picture's tokens. Raises InvalidRequestError."""
         token_ids = prompt.token_ids
         signs = np.flatnonzero(token_ids == self._vision.sign_id)
         if len(signs) != len(pictures):
@@ -401,7 +401,7 @@ class Pictures:
 
 
 def taken_apart(messages: Sequence[Any]) -> list[Any]:
-    """Replace the pictures in messages by marks. Messages without pictures stay the same objects."""
+    """Replace the pictures in messages by the text `MARK`. Messages without pictures stay the same objects."""
     return [_taken_apart(message) for message in messages]
 
 

@@ -38,7 +38,7 @@ from foreword.request import LinkedRun, Links
 KEPT_BYTES = 64 << 20
 """Limit in bytes of sources' keys and values to keep; the last used sources are kept."""
 PASS_TOKENS = 2048
-"""Most tokens of one chunk of a pass, which bounds its memory."""
+"""Most tokens of one chunk of a pass. The limit bounds the memory that a pass takes."""
 FloatArray = npt.NDArray[np.float32]
 KeysValues = tuple[Tensor, Tensor]
 """Keys [tokens, kv_heads, key_dim] and values [tokens, kv_heads, value_dim] of one layer, in the model's type."""
@@ -78,7 +78,7 @@ class Beginning:
 
 
 class LinkDeviations:
-    """Measures the links of one model's prompts, in any thread."""
+    """Measures how much linked tokens' KV deviates in the prompts of one model. Any thread may call it."""
 
     def __init__(
         self,

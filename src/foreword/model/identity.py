@@ -55,7 +55,9 @@ def model_facts(model: LoadedModel, weights: str, sink_token_ids: Sequence[int])
 
 
 def layout_facts(layout: CacheLayout) -> dict[str, Any]:
-    """The meaning of a block's bytes, without the interval at which recurrent states are saved."""
+    """The facts that give a block's bytes their meaning: all of the layout, except the interval at which recurrent
+    states are saved.
+    """
     facts = asdict(layout)
     del facts["state_interval"]
     for group, group_layout in zip(facts["groups"], layout.groups, strict=True):

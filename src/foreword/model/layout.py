@@ -124,7 +124,7 @@ class CacheLayout:
 
     @property
     def is_one_full_group(self) -> bool:
-        """Whether all layers need all blocks. Then any index works, and hits can end at any token."""
+        """Whether all layers need all blocks. Then any prefix index works, and hits can end at any token."""
         return len(self.groups) == 1 and isinstance(self.groups[0].spec, (FullAttentionSpec, SinkFullSpec))
 
     @property
@@ -183,16 +183,20 @@ class LayoutOptions:
     state_block_size: int | None = None
     """Recurrent states can be saved after multiples of this number of tokens; None: see `MIN_STATE_TOKENS`.
 
-    If it is set, blocks keep `block_size` tokens, even if that wastes memory.
+    If `state_block_size` is set, blocks keep `block_size` tokens, even if that wastes memory.
     """
     state_interval: int | None = None
-    """Tokens between two saved recurrent states; None: states take about as much memory as KV."""
+    """Tokens between two saved recurrent states; None: as many tokens as have KV of one state's size, but at least
+    `MIN_STATE_INTERVAL`.
+    """
     max_tokens: int = 2**31
     """Tokens of the longest sequence. A window or chunk of at least this length is full attention."""
     num_sink_tokens: int = 0
-    """Shared positions before each request's own. They fill whole blocks, and need full attention in every layer."""
+    """The number of sink tokens, which come before every request's own tokens. They fill whole blocks, and need full
+    attention in every layer.
+    """
     keep_all: bool = False
-    """Whether windows and chunks are treated as full attention. This takes more memory, and hits end at any token."""
+    """Whether windows and chunks count as full attention. This takes more memory, but hits can end at any token."""
 
 
 def plan_layout(
@@ -309,7 +313,7 @@ def _block_multiples(kinds: Mapping[Kind, list[int]]) -> dict[Kind, int]:
 def _fitting_block_size(
     kinds: Mapping[Kind, list[int]], num_slots: int, state_bytes: int, num_states: int, least: int
 ) -> int:
-    """The smallest multiple of `least` tokens whose block holds the states of one recurrent group."""
+    """The smallest multiple of `least` tokens whose block holds all states of a recurrent group."""
     token_bytes = num_slots * max(k[0] + k[1] for k in kinds)
     needed = -(-num_states // MAX_STATE_GROUPS) * state_bytes
     return _round_up(max(1, -(-needed // token_bytes)), least)

@@ -66,11 +66,13 @@ class LoadedModel:
     rotation: KeyRotation | None
     """The way to move cached keys to other positions; None: nobody asked for links."""
     exact: bool
-    """Whether a GPU computes in fixed shapes, so that a row's bits depend on no other row. On a CPU, they never do."""
+    """Whether a GPU computes in fixed shapes, so that a row's bits depend on no other row. On a CPU, bits never depend
+    on other rows.
+    """
     pictures: EncodedPictures | None = None
     """The encoder of pictures; None if the model takes no pictures."""
     lacks_pillow: bool = False
-    """Whether it would take pictures if Pillow were installed."""
+    """Whether the model would take pictures if Pillow were installed."""
 
     def forward(self, step: Step) -> Tensor:
         """Write the step's KV; return logits [num_kept, vocab], or only the logits of the step's `columns`."""

@@ -18,7 +18,7 @@ def available_cpu_bytes() -> int:
 
 
 def total_cpu_bytes() -> int:
-    """The bytes of memory, whatever uses them now."""
+    """The bytes of memory in all, free or in use."""
     maximum = _text("/sys/fs/cgroup/memory.max")
     return min(_physical_bytes(), int(maximum)) if maximum.isdecimal() else _physical_bytes()
 

@@ -28,7 +28,9 @@ GIB = 2**30
 CPU_DEFAULT_SHARE = 0.25
 CPU_DEFAULT_LIMIT_BYTES = 4 * GIB
 CPU_DEFAULT_LEAST_BYTES = GIB
-"""Room for old prefixes, even if the requests that run together can hold less."""
+"""The default limit of KV blocks on a CPU is at least this many bytes, even if the requests that run together need
+less. The rest keeps the prefixes of earlier requests.
+"""
 GPU_DEFAULT_SHARE = 0.9
 
 

@@ -1,7 +1,7 @@
 """How a decoder's keys turn with the position, so that cached keys can be moved.
 
-Rotary embeddings turn a key by angles that are proportional to its position, so a key that was computed at position p
-is moved to p + d by one more turn of d:
+Rotary embeddings rotate a key by angles that are proportional to its position. So a key that was computed at position p
+is moved to p + d if it is rotated once more, by the angles of d:
 
     R(p + d) k = R(d) R(p) k
 
@@ -73,7 +73,7 @@ class Turn:
     def apply(self, keys: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Turn keys [tokens, heads, dim] float32 in place; cosine and sine broadcast to [tokens, heads, width / 2].
 
-        Each product and sum is rounded by itself, so bits depend on nothing but these numbers.
+        Each product and sum is rounded by itself, so the result's bits depend on nothing but the arguments.
         """
         turned = keys[..., : self.width]
         pairs = (turned[..., ::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, dim=-1)
@@ -121,7 +121,9 @@ class KeyMover:
     """Moves KV within one storage, for one thread at a time."""
 
     def __init__(self, storage: KVStorage, rotation: KeyRotation, *, compiled: bool | None = None) -> None:
-        """`compiled`: whether to use compiled kernels, same bits; None: if they support this storage."""
+        """`compiled`: whether to use compiled kernels, whose results have the same bits; None: use them if they support
+        this storage.
+        """
         self._storage, self._rotation = storage, rotation
         self._turns_of = functools.lru_cache(maxsize=1024)(Turn.cosines)
         layers = storage.blocks.values()
@@ -163,7 +165,7 @@ class KeyMover:
             kernels.copy_rows(_bits(blocks.format, part).reshape(-1, part.shape[2] * part.shape[3]), sources, targets)
 
     def _turn(self, layer: int, turn: Turn, targets: Int64Array, owners: Int64Array, tables: Tables) -> None:
-        """Turn the keys in the slots `targets` in place. A key's owner is the move that has the key's angles."""
+        """Rotate the keys in slots `targets` in place; `owners`: for each key, the row of its angles in `tables`."""
         blocks = self._storage.blocks[layer]
         if self._is_compiled:
             cosines, sines = (table.numpy() for table in tables)

@@ -45,7 +45,7 @@ class GroupPlan:
     metadata: Tensor | None = None
 
     def step(self, slots: Tensor) -> GroupStep:
-        """Put the plan and slots [tokens] int64 together, when everything is on the device."""
+        """Combine the plan and slots [tokens] int64. Call this when all tensors are on the device."""
         plan = self.plan if self.metadata is None else self.plan.at(self.metadata)
         return GroupStep(slots, self.kernel, plan)
 

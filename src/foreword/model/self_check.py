@@ -157,7 +157,7 @@ class _CachedRequests:
 
 
 class _Check:
-    """Four requests with separate tables in every group."""
+    """Four requests; each has blocks of its own in every group."""
 
     def __init__(self, model: LoadedModel, num_tokens: int) -> None:
         options = LayoutOptions(block_size=BLOCK_SIZE, state_block_size=BLOCK_SIZE, max_tokens=model.max_positions)
@@ -172,7 +172,7 @@ class _Check:
         self.runner = ModelRunner(model, self.storage)
 
     def share(self, source: int, target: int, num_tokens: int) -> None:
-        """Give one request the first blocks of another."""
+        """Let request `target` use the blocks of request `source` for its first `num_tokens` tokens, in every group."""
         for table, size in zip(self.tables, self.storage.block_sizes, strict=True):
             table[target, : num_tokens // size] = table[source, : num_tokens // size]
 

@@ -48,18 +48,18 @@ class RotarySpec:
 
     theta: float
     turned: int
-    """The number of elements at a head's start that turn."""
+    """The number of elements that rotate, at the beginning of each head."""
     kind: str = "default"
     """`rope_type` in configs: default, linear, dynamic, llama3, yarn, longrope."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """The kind's own numbers, by their names in configs."""
+    """The parameters of this kind, by their names in configs."""
     max_positions: int = 0
     interleaved: bool = False
     """Whether elements 2i and 2i + 1 make a pair, instead of i and i + turned / 2."""
     in_float32: bool = False
-    """Whether heads are turned in float32 and then rounded, not in the model's type."""
+    """Whether heads are rotated in float32 and then rounded; else they are rotated in the model's type."""
     rounded_tables: bool = False
-    """Whether cosines and sines are rounded to the model's type before heads are turned."""
+    """Whether cosines and sines are rounded to the model's type before heads are rotated."""
     axes: tuple[int, ...] | None = None
     """If a position has three numbers (time, row and column, arXiv 2409.12191): for each pair, the index of the number
     by which the pair turns. In text the three numbers are equal. None: a position is one number."""
@@ -72,7 +72,7 @@ class LayerSpec:
     window: int | None = None
     """A query at position p sees positions p - window + 1 to p; None: it sees all positions up to p."""
     rotary: int | None = 0
-    """Index into `DecoderSpec.rotaries`; None: heads are not turned."""
+    """Index into `DecoderSpec.rotaries`; None: heads are not rotated."""
     has_experts: bool = False
     """Whether its network is `DecoderSpec.experts`."""
 
@@ -146,7 +146,7 @@ class ExpertSpec:
         return NetworkNames((self.gate.format(expert), self.up.format(expert)), self.down.format(expert))
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, int]]:
-        """The shapes [out, in] of all products, without experts in one tensor."""
+        """The shapes [out, in] of all products, except those of experts that one tensor holds."""
         shapes = {self.router: (self.count, hidden)}
         if self.shared is not None and self.shared_width is not None:
             shapes |= self.shared.shapes(hidden, self.shared_width)
@@ -156,7 +156,7 @@ class ExpertSpec:
         return shapes
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors that are no product's: the correction, and experts in one tensor."""
+        """The shapes of the tensors that no product has: the correction, and the tensors that hold all experts."""
         shapes: dict[str, tuple[int, ...]] = {} if self.correction is None else {self.correction: (self.count,)}
         if self.stack is not None:
             shapes[f"{self.stack}.gate_up_proj"] = self.count, hidden, 2 * self.width
@@ -173,9 +173,9 @@ class LatentSpec:
     size: int
     """The number of the vector's elements that are normalised. Keys and values are products of these elements."""
     turned: int
-    """The number of the vector's last elements. They turn with the position, and are the end of every head's key."""
+    """The number of elements at the vector's end that rotate with the position. Every head's key ends with them."""
     plain: int
-    """The number of elements of a head's query and key that do not turn."""
+    """The number of elements of a head's query and key that do not rotate."""
     value: int
     """The number of elements of a head's value."""
     query_rank: int | None = None
@@ -297,7 +297,7 @@ class DecoderSpec:
     def weights(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
         """The shapes of the weights that a checkpoint must have, and of those that it may have, by their names.
 
-        It may have biases of products, and a head that is the embedding.
+        The second group has the biases of products, and the output head if it equals the embedding.
         """
         table = (self.vocab_size, self.hidden_size)
         must: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table, "model.norm.weight": table[1:]}
@@ -312,7 +312,7 @@ class DecoderSpec:
         return must, may
 
     def _tensors(self, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
-        """The shapes of a layer's other tensors, by their names below the layer's."""
+        """The shapes of a layer's tensors other than its products, by their names below "model.layers.N."."""
         names, latent = self.names, self.latent
         heads = (self.head_dim, self.head_dim) if self.head_norm == "each head" else self.widths[:2]
         norms = {**dict.fromkeys(names.norms, self.hidden_size), **({} if latent is None else latent.norms)}

@@ -1,6 +1,6 @@
 """Step: one forward pass, as a model sees it.
 
-Transformers' modules get it as the keyword argument `forward_context`.
+Transformers' modules get the step as the keyword argument `forward_context`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GivenRows:
     """Rows that enter the first layer in place of tokens' embeddings."""
 
     places: Tensor
-    """[given] int64: their row numbers in the step."""
+    """[given] int64: the row numbers of the given rows in the step."""
     values: Tensor
     """[given, width], in the model's type."""
     added: tuple[Tensor, ...] = ()

@@ -29,7 +29,8 @@ MAX_SLOTS = 2**31 - 1
 
 
 class KVStorage:
-    """Pages of every slot, `[num_blocks + 1, bytes]`, and the views of them that attention layers use.
+    """The pages, [num_blocks + 1, bytes], of every slot of the layout (`layout.py`), and the views that attention
+    layers use.
 
     The last block is scrap: it takes KV that must not be kept, and nothing reads it unmasked. Memory is not touched
     before it is used, so a large pool costs nothing at the start; unwritten slots may hold anything.
@@ -38,7 +39,7 @@ class KVStorage:
     def __init__(
         self, layout: CacheLayout, num_blocks: int, device: torch.device, *, compiled: bool | None = None
     ) -> None:
-        """`compiled`: whether to write and copy with Triton's kernels; None: if `writes_with_triton` says so."""
+        """`compiled`: whether to write and copy with Triton's kernels; None: as `writes_with_triton` decides."""
         self.layout = layout
         self.num_blocks = num_blocks
         most_tokens = max(spec.block_size for spec in layout.specs)
@@ -81,10 +82,10 @@ class KVStorage:
                 self.group_of[layer], self.blocks[layer] = group_id, layout.kv_format.view(slot, *sizes)
 
     def pages(self, num_slots: int | None = None) -> list[Tensor]:
-        """Return the pages of the first slots, keys before values, [num_blocks + 1, bytes] each, except those without
-        bytes.
+        """Return the pages of the first `num_slots` slots, keys before values, [num_blocks + 1, bytes] each. Pages
+        without bytes are left out.
 
-        If `num_slots` is None, return the pages of all slots, and the extra page.
+        If `num_slots` is None, return the pages of all slots and the extra page.
         """
         chosen = self._pages if num_slots is None else self._pages[: 2 * num_slots]
         return [page for page in chosen if page.shape[1]]
@@ -95,7 +96,7 @@ class KVStorage:
         return tuple(spec.block_size for spec in self.layout.specs)
 
     def _place_states(self, group_id: int, group: GroupLayout) -> None:
-        """Lay states one after the other over the pages of all slots, keys before values, and the extra page."""
+        """Divide each block's bytes among the states of a group's layers, one after the other."""
         extents, end = [], 0
         for pages in self._pages:
             extents.append((pages, end, end + pages.shape[1]))

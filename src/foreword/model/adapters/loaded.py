@@ -54,7 +54,9 @@ SETTLED_S = 2.0
 MOST_NAMES = 1024
 """A process that computes nothing remembers the names of the adapters in at most this number of folders."""
 HELD = 2
-"""All adapters may take this many times the bytes of a full table, because requests may hold as many again."""
+"""The adapters in memory may take this many times the bytes of `max_adapters` adapters of the highest rank: one half
+for adapters that are kept, the other for adapters that only requests hold.
+"""
 Stamp = tuple[tuple[int, ...], ...]
 
 

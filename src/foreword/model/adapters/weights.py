@@ -128,7 +128,7 @@ class AdapterWeights(AdapterName):
             part["first"], part["width"] = place.first, place.width
         addresses = self._parts.ctypes.data + np.arange(count) * self._parts.strides[0]
         self.tables: npt.NDArray[np.int64] = np.where(self._parts["rank"].any(axis=1), addresses, 0)
-        """The address of each product's table of parts; 0 for products that stay as they are."""
+        """The address of each product's PART records; 0 for products that the adapter does not change."""
 
     @property
     def num_bytes(self) -> int:
@@ -183,7 +183,7 @@ class AdaptedRows:
     def step_numbers(self, products: Int64Array, firsts: Any, counts: Any, scratch: int) -> Int64Array:
         """STEP_ARGUMENTS of products. Each product has `counts` of the step's rows, from the row `firsts` on.
 
-        `scratch`: the address of memory for all threads.
+        `scratch`: the address of the scratch memory for all threads.
         """
         rows, tables = self._addresses
         arguments = np.empty((len(products), len(STEP_ARGUMENTS)), np.int64)

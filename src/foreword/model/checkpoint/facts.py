@@ -27,7 +27,7 @@ SIDE_FILES: Mapping[str, str] = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
 }
-"""File in which some tools describe the weights, instead of config.json -> the format, if the file does not name it."""
+"""Name of a file that describes quantized weights if config.json does not -> the format, if the file names none."""
 
 
 def choose_dtype(options: ModelConfig, stored: object, device: torch.device) -> torch.dtype:
@@ -54,8 +54,8 @@ def find_device(name: str) -> torch.device:
 def max_positions(text: Any) -> int:
     """The length of the longest sequence.
 
-    Some rotary embeddings change beyond a certain length, which would change the KV of a prefix afterwards. That
-    length is the limit of such models.
+    Some rotary embeddings change the angles of all positions when a sequence exceeds a certain length. Then the KV of a
+    cached prefix would no longer be right, so that length is the limit of such models.
     """
     names = ("max_position_embeddings", "max_seq_len")
     longest = min((int(limit) for name in names if (limit := getattr(text, name, None))), default=2**20)

@@ -19,7 +19,8 @@ NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def recommended_sampling(options: ModelConfig) -> SamplingParams:
-    """Sampling parameters with the values of the model's file, or of the file that `generation_config` names.
+    """Sampling parameters with the values of the model's generation_config.json, or of the file that
+    `options.generation_config` names.
 
     Raises ConfigError if the named file does not exist, or for values that no request could give.
     """

@@ -33,7 +33,7 @@ from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 _PARTS = frozenset(
     "qweight qzeros scales g_idx weight weight_packed weight_scale weight_shape weight_zero_point weight_g_idx".split()
 )
-"""Ends of the names of a weight's parts."""
+"""Ends of the names of the tensors that together store one weight."""
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 _AWQ_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
 """Bits of a code -> the place of each code in an int32."""
@@ -42,7 +42,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class GroupedPlace:
-    """The places of a weight's parts in files."""
+    """The places of the tensors (codes, scales and others) that store one weight."""
 
     shape: tuple[int, ...]
     parts: Mapping[str, StoredPlace]

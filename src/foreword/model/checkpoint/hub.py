@@ -42,7 +42,8 @@ def is_hub_name(name: str) -> bool:
 def find_folder(name: str, revision: str | None) -> Path | None:
     """Fetch the checkpoint of a name, if foreword reads it by itself, and return its folder.
 
-    None for any other checkpoint. Its weights are not fetched: transformers reads more forms, and says what is wrong.
+    None for any other checkpoint, whose weights are not fetched: transformers reads more formats, and its errors say
+    what is wrong.
     If the hub does not answer, a version that was fetched before is found. Raises ModelLoadError.
     """
     matched = _NAME.fullmatch(name)
@@ -90,7 +91,7 @@ def file_of(options: ModelConfig, name: str) -> Path | None:
 
 
 def _fetch(name: str, revision: str | None, files: set[str]) -> Path | None:
-    """Fetch a checkpoint's files, and return its folder. If it is not read here, fetch no weights, and return None."""
+    """Fetch a checkpoint, and return its folder. If only transformers can read it, fetch no weights, return None."""
     from huggingface_hub import snapshot_download
 
     from foreword.model.checkpoint.config_json import read_config  # imports torch, which an absent model does not need

@@ -25,7 +25,7 @@ class _Family:
     text: tuple[str, ...]
     """Prefixes that files give to names of the language half's weights; "model." replaces the prefix."""
     vision: Mapping[str, str]
-    """Prefix of the names of other weights in files -> the new prefix, which names the module."""
+    """Prefix, in files, of names of weights outside the language half -> the prefix that names the module."""
     is_qwen: bool = False
     is_tied: bool = False
     """Whether the embedding is the output head too, if config.json does not say whether it is."""
@@ -95,7 +95,7 @@ class VisionFiles:
     config: Mapping[str, Any]
     """The whole config."""
     weights: Mapping[str, StoredPlace]
-    """Weights of the other parts, named as inside transformers' `model`."""
+    """Weights of the encoder and the connector, named as inside transformers' `model`."""
 
 
 def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -134,7 +134,7 @@ def _three_positions(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_other_form(folder: Path, reason: Exception) -> None:
-    """Raise UnsupportedModelError for a model with pictures that is not read here, because no other code runs it."""
+    """Raise UnsupportedModelError if the model in `folder` takes pictures, because no other code runs such a model."""
     try:
         kind = json.loads((folder / "config.json").read_bytes()).get("model_type")
     except (OSError, ValueError, AttributeError):

@@ -60,7 +60,7 @@ SUPPORTED_LAYER_TYPES = (
 
 
 def expand_quantized(config: PretrainedConfig, options: ModelConfig) -> bool:
-    """Have quantized weights loaded as plain numbers; return whether the weights are quantized.
+    """If the weights are quantized, have transformers load them as plain numbers. Return whether they are quantized.
 
     Raises UnsupportedModelError for formats that transformers cannot turn into plain numbers.
     """
@@ -93,7 +93,9 @@ def _refusal(model: str, method: str) -> UnsupportedModelError:
 
 
 def _description(config: PretrainedConfig) -> dict[str, Any] | None:
-    """The description of quantized weights in config.json or in its language model's part; None: plain numbers."""
+    """The description of quantized weights in config.json, or in the part of it about the language model; None: plain
+    numbers.
+    """
     for place in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
             description = getattr(place, name, None)

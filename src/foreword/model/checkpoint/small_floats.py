@@ -27,7 +27,7 @@ from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 Config = Mapping[str, Any]
 """`quantization_config` of a config.json."""
 BAND = 1 << 20
-"""The number of weights that are expanded at once."""
+"""The number of weights that are expanded to floats at once."""
 NO_NUMBER = 255
 """The exponent of MXFP4 that stands for NaN."""
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj_(blocks|scales|bias)")
@@ -172,7 +172,7 @@ def _block(name: str, shape: tuple[int, ...], scales: tuple[int, ...], config: C
 
 
 def mxfp4_places(places: Mapping[str, StoredPlace], config: Config, *, keeps_codes: bool) -> dict[str, Place]:
-    """The weights of an MXFP4 checkpoint by their names; each expert has its own. Raises UnreadableError."""
+    """The weights of an MXFP4 checkpoint by their names; each expert gets its own weights. Raises UnreadableError."""
     weights: dict[str, Place] = {}
     stacks: dict[tuple[str, str], dict[str, StoredPlace]] = {}
     for name, place in places.items():

@@ -85,7 +85,7 @@ def read_stored(options: ModelConfig) -> StoredModel:
 
     places: Mapping[str, Place] = coded_places(True) if is_coded else plain
     # Without instructions for bfloat16, float32 rows times 16-bit weights are several times as fast as bfloat16 rows.
-    # Experts in one tensor would become float32, so they keep bfloat16.
+    # Weights of experts in one tensor would become float32, so models with such tensors keep bfloat16.
     is_apart = all(isinstance(place, StoredPlace) and len(place.shape) < 3 for place in plain.values())
     keeps_bits = values["dtype"] == "bfloat16" and is_apart
     in_integers = options.weight_arithmetic == "int8"
@@ -112,8 +112,8 @@ def read_stored(options: ModelConfig) -> StoredModel:
 def _fits(folder: Path, places: Mapping[str, Place], files: Sequence[Path]) -> bool:
     """Whether weights in 12 bits each take at most `EXPANDED_SHARE` of the memory, or at most the bytes of their files.
 
-    A log line says so if they do not. Free memory does not count, because the type of rows, and so the bits of answers,
-    would change with it.
+    If they take more, a log line says so. The limit is a share of all memory, not of the free memory: otherwise the
+    type of rows, and so the bits of answers, would depend on the free memory.
     """
     num_bytes, total = 3 * sum(math.prod(place.shape) for place in places.values()) // 2, total_cpu_bytes()
     if num_bytes <= max(EXPANDED_SHARE * total, sum(path.stat().st_size for path in files)):

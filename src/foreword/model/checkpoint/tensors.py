@@ -132,7 +132,7 @@ class StoredPlace:
         return self.stored().to(dtype)
 
     def stored(self) -> Tensor:
-        """The tensor in its own type. Raises OSError."""
+        """The tensor in the type that it has in the file. Raises OSError."""
         return self.rows(0, self.shape)
 
     def _codes(self, first: int, end: int) -> Codes:

@@ -242,15 +242,16 @@ class CodedLinear:
         return weight if self._order is None else weight[:, self._order.argsort()]
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """The weights [len(outputs), in_features] of some outputs of the only weight, in float32."""
+        """The weights [len(outputs), in_features] of the given outputs, in float32. There must be only one weight."""
         [product] = self._products
         rows = product.rows(outputs.numpy().astype(np.int64))
         return rows if self._order is None else rows[:, self._order.argsort()]
 
     def some(self, rows: Tensor, outputs: npt.NDArray[np.int64]) -> Tensor:
-        """Columns `outputs` of the only weight's product, [..., len(outputs)]. Only panels with these columns are run.
+        """Columns `outputs` of the product, [..., len(outputs)]. Only panels with these columns are computed, unless
+        they are more than half of all panels. There must be only one weight.
 
-        The bits are those of the whole product, because it computes each panel separately.
+        The bits are those of the whole product, because the whole product also computes each panel separately.
         """
         [product] = self._products
         panels, place = np.unique(outputs // PANEL, return_inverse=True)

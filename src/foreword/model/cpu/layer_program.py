@@ -214,7 +214,9 @@ class LayerOperations:
         return sum(len(self.operations[name]) for name in names[names.index("heads") + 1 :])
 
     def sizes(self) -> tuple[int, int, Sequence[RowProduct]]:
-        """Return the elements of a row in `wide`, the elements of a row in the other areas, and the products."""
+        """Return the elements of a row in the area `Places.wide`, the elements of a row in the other areas, and the
+        products.
+        """
         project, width, gate_up = self._widths
         heads = project + (self._query_bytes + self._mixed_bytes) // self._item_bytes
         network = gate_up if self._gate is None else gate_up + gate_up // 2
@@ -326,8 +328,8 @@ class LayerChain:
         """Return logits [num_kept, vocab] from the first layer's rows [rows, width]; None if the program cannot run the
         step.
 
-        `turns`: cosines and sines [1, rows, turned] of each rotary embedding. Before the first kept row and after the
-        last kept row, the last layer computes only attention.
+        `turns`: cosines and sines [1, rows, turned] of each rotary embedding. The last layer computes only attention
+        for the rows before the first kept row and after the last kept row.
         """
         if not self._can_run(rows, step):
             return None
@@ -381,7 +383,7 @@ class LayerChain:
         return self._is_for_storage and rows.dtype == self._space.dtype and takes_adapters
 
     def _bind(self, x: Tensor, turns: Sequence[Turns], step: Step, *, span: tuple[int, int] | None = None) -> Places:
-        """Bind all layers. The last layer stores only the rows of `span`, where other layers store these rows."""
+        """Bind all layers to this step's memory. The last layer stores only the results of the rows of `span`."""
         if step.adapted is not None:
             self._take_adapters(step.adapted)
         if not self._is_made:
@@ -401,7 +403,7 @@ class LayerChain:
         return places
 
     def _take_adapters(self, adapted: AdaptedRows) -> None:
-        """Make scratch memory for adapters. If these are the first adapters, add their operations."""
+        """Make scratch memory for adapters. If these are the first adapters, add their operations to the program."""
         self._space.widen_scratch(adapted.thread_scratch)
         if self._adapter_wires is None:
             self._is_made = False
@@ -412,7 +414,9 @@ class LayerChain:
     def _bind_adapters(
         self, adapted: AdaptedRows | None, num_rows: int, span: tuple[int, int] | None, scratch: int
     ) -> None:
-        """Set the rows that adapters change; None: no rows. After attention, the last layer computes only `span`."""
+        """Set the rows that adapters change; None: no rows. After attention, the last layer has only the rows of
+        `span`.
+        """
         assert self._adapter_wires is not None
         products = np.arange(PRODUCTS * len(self.layers))
         numbers = np.zeros((len(products), len(adapters.STEP_ARGUMENTS)), np.int64)
@@ -427,7 +431,9 @@ class LayerChain:
         self._is_adapted = adapted is not None
 
     def _lay_wires(self, storage: KVStorage) -> None:
-        """Connect the layers' arguments with the numbers of a step. Layers of one kind take the same numbers."""
+        """Connect the layers' arguments with the places of a step's numbers. Layers with the same group, head shapes
+        and rotary embedding take the same numbers.
+        """
         kinds: dict[tuple[object, ...], list[LayerOperations]] = {}
         for layer in self.layers:
             kind = storage.group_of[layer.layer], layer.attention.shape, layer.rotary

@@ -37,7 +37,9 @@ logger = logging.getLogger(__name__)
 Ids = npt.NDArray[np.int64]
 
 MANY_EXCEPTIONS = 1 / 32
-"""The share of exceptions in a layer that causes a warning; with twice this share, weights take as much as bfloat16."""
+"""If more than this share of a layer's weights are exceptions (`num_exceptions`), a warning is logged. With twice this
+share, 12-bit weights take as much memory as bfloat16.
+"""
 ALONE_OPERATIONS = 1 << 19
 """The calling thread alone computes a product of fewer multiplications, because waking other threads takes longer."""
 
@@ -133,9 +135,9 @@ class CompactProduct:
 
     def some(self, rows: Tensor, outputs: Ids) -> Tensor:
         """Columns `outputs` of the product of bfloat16 rows, [..., len(outputs)]. Only panels with these columns are
-        run.
+        computed, unless they are more than half of all panels.
 
-        The bits are those of the whole product, because it computes each panel separately.
+        The bits are those of the whole product, because the whole product also computes each panel separately.
         """
         panels, place = np.unique(outputs // PRODUCT_PANEL, return_inverse=True)
         if 2 * len(panels) > self._num_panels:
@@ -210,7 +212,7 @@ class ProductOperation(Operation):
 
 
 def can_multiply() -> bool:
-    """Whether this processor has instructions for such products."""
+    """Whether this processor has the instructions that products of bfloat16 rows and 12-bit weights need."""
     return compact.HAS_BYTE_LOOK_UP and (tiles.has_tiles() or HAS_BF16_DOT)
 
 

@@ -68,7 +68,7 @@ class HeadShapes:
     """The number of a head's elements that the rotary embedding rotates, from the first on."""
 
     def can_take(self) -> bool:
-        """Whether heads, and the halves of their rotated parts, are whole vectors."""
+        """Whether a head, and each half of its rotated part, fills whole vector registers."""
         return not (
             self.turned % (2 * LANES) or self.key_dim % LANES or self.value_dim % LANES or self.turned > self.key_dim
         )
@@ -168,7 +168,7 @@ class RotaryOperation(Operation):
     def bind_blocks(self, blocks: KVBlocks, dtype: torch.dtype) -> None:
         """Write rows of type `dtype` to these blocks.
 
-        The blocks must take such rows (`can_write`), and the caller keeps the blocks.
+        The blocks must take such rows (`can_write`). The caller keeps the blocks alive.
         """
         a = self.arguments
         a["keys"], a["values"] = blocks.keys.data_ptr(), blocks.values.data_ptr()
@@ -215,6 +215,6 @@ class RotaryKernel:
 def step_numbers(turns: tuple[Tensor, Tensor], slots: Tensor) -> tuple[int, int, int, int]:
     """Values of STEP_ARGUMENTS, from cosines and sines [1, rows, turned] and slots [tokens].
 
-    The tensors have no gaps, and the caller keeps them.
+    The tensors have no gaps, and the caller keeps them alive.
     """
     return turns[0].data_ptr(), turns[1].data_ptr(), slots.data_ptr(), len(slots)

@@ -45,7 +45,7 @@ ROWS = record(
 BFLOAT16 = 4
 """Bit of `form`, beside the bits of norms: all numbers are bfloat16; without this bit, float32."""
 GELU = 8
-"""Bit of `form` of a gate: gelu, by its tanh; without this bit, silu."""
+"""Bit of `form` of a gate: the tanh approximation of gelu; without this bit, silu."""
 Gate = Literal["silu", "gelu_tanh"]
 """The activation in activation(gate) * up."""
 
@@ -137,7 +137,7 @@ class RowKernels:
 
     @staticmethod
     def can_take(width: int, dtype: torch.dtype) -> bool:
-        """Whether rows of this width and type are whole vectors of a known type."""
+        """Whether rows of this width fill whole vector registers, and kernels know the type."""
         return width % LANES == 0 and dtype in (torch.bfloat16, torch.float32)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:

@@ -415,7 +415,7 @@ class LatentHeads:
         return *queries, self._to_vectors, self._to_values
 
     def split(self, projected: Tensor, turn: RowFunction) -> tuple[Tensor, Tensor]:
-        """Split projections into queries [rows, heads, width] and vectors [rows, 1, width]; `turn`: turns heads."""
+        """Split projections into queries [rows, heads, width] and vectors [rows, 1, width]; `turn`: rotates heads."""
         spec = self._spec
         sizes = [projected.shape[1] - spec.width, spec.size, spec.turned]
         queries, latent, key_end = torch.split(projected, sizes, 1)

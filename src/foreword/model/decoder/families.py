@@ -168,7 +168,9 @@ def _axes(sections: Sequence[int], num_pairs: int, interleaved: bool) -> tuple[i
 
 
 def _layers(c: Fields, *, turns: Callable[[int, str], int | None] = lambda layer, kind: 0) -> tuple[LayerSpec, ...]:
-    """Layers with a window where `layer_types` says "sliding_attention"; `turns` returns a layer's `rotary`."""
+    """Return the specs of all layers. Layers that are "sliding_attention" in `layer_types` have a window. `turns`
+    returns the `LayerSpec.rotary` of a layer.
+    """
     kinds = c("layer_types", ["full_attention"] * c("num_hidden_layers"))
     window = c("sliding_window")
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})

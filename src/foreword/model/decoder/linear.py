@@ -85,7 +85,7 @@ class Linear:
         return self._product(rows)[..., outputs]
 
     def __call__(self, rows: Tensor, deltas: Deltas | None = None) -> Tensor:
-        """`deltas`: the terms that adapters add; rows without an adapter have the same bits with and without them."""
+        """`deltas`: the terms that adapters add. The bits of a row without an adapter do not depend on `deltas`."""
         result = self._product(rows)
         return result if deltas is None else deltas.add(rows, result)
 
@@ -242,7 +242,7 @@ _ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
 
 
 class Embedding:
-    """Looks up rows of a table by number. A table in codes stays so; a head with the same table shares the codes."""
+    """Looks up rows of a table by number. A table in codes stays in codes; a head with the same table shares them."""
 
     def __init__(self, table: Weight, head: Linear | None, dtype: torch.dtype) -> None:
         """`head`: the product with this table, if the head is tied to it; `dtype`: the type of the rows."""
@@ -261,7 +261,7 @@ class Embedding:
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch has packed products for such weights on this machine."""
+    """Whether this torch has packed products for weights of type `dtype` on this machine."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if device.type != "cpu" or not (available and torch.backends.mkldnn.enabled):
         return False

@@ -49,7 +49,7 @@ class Experts:
     def __init__(
         self, spec: DecoderSpec, take: Take, kernels: RowKernels, plain: Callable[[str], Tensor], dtype: torch.dtype
     ) -> None:
-        """`plain`: takes a tensor from the weights that is in no product; `dtype`: the type of rows."""
+        """`plain`: returns a tensor that no product multiplies, by its name; `dtype`: the type of rows."""
         assert spec.experts is not None
         self._spec, experts = spec.experts, spec.experts
         router, bias = take(experts.router)

@@ -58,7 +58,7 @@ class FlatModel:
 
     @property
     def reads_experts(self) -> bool:
-        """Whether the host reads which experts were chosen."""
+        """Whether the host reads which experts each row chose. Then decode steps cannot be recorded."""
         return getattr(self.module.config, "_experts_implementation", None) == EXPERTS_NAME
 
     @property

@@ -38,8 +38,8 @@ class StepCache(Cache):  # type: ignore[misc]
     """The cache that a model gets: attention's KV passes through unchanged, and recurrent layers find their
     `StateRun`s.
 
-    A layer that asks for the number of earlier tokens, to count positions from there, gets the right answer for every
-    token.
+    A layer may ask for the number of earlier tokens, and count positions from there. It gets a tensor with the right
+    number for every token.
     """
 
     def __init__(self, step: Step) -> None:

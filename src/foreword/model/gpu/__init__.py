@@ -1,1 +1,3 @@
-"""A runner for CUDA devices: one copy a step, recorded decode steps, memory measured at load."""
+"""A runner for CUDA devices: it copies a batch to the device once per step, replays recorded decode steps, and measures
+memory when the model is loaded.
+"""

@@ -58,7 +58,7 @@ class Device(Protocol):
         """Queue a copy between a `host_buffer` and the device. Until it is done, the host's side must not change."""
 
     def mark(self) -> Event:
-        """The point after all work queued so far."""
+        """Return an event that happens when all work queued so far has ended."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Run `work` once, then record it. `work` must neither read results nor depend on the host's memory.

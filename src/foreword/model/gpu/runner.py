@@ -162,10 +162,10 @@ class PendingResult:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """Tokens of one pass that the previous step samples."""
+    """The tokens of a pass whose ids are not known when the pass is planned, because the previous step samples them."""
 
     rows: Tensor
-    """[3 + groups, padded tokens] int32: the rows of the pass."""
+    """[3 + groups, padded tokens] int32: the array `ForwardPass.rows` of the pass; row 0 has the token ids."""
     moves: Tensor | tuple[slice, slice]
     """[2, n] int64: the tokens' indices in the pass, and their indices among the sampled tokens; or both as slices."""
 

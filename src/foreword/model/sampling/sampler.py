@@ -73,7 +73,7 @@ class LogprobRows:
         return 3 * len(self.chosen) + 2 * self.values.numel()
 
     def packed(self) -> Tensor:
-        """Everything as one [n] int32 tensor; floats keep their bits."""
+        """All tensors of the report as one [n] int32 tensor; floats keep their bits."""
         parts = (self.token_ids, self.chosen, self.ranks, self.others, self.values)
         return torch.cat([as_int32(part).flatten() for part in parts])
 
@@ -204,14 +204,16 @@ class Reported(NamedTuple):
     """The same numbers, on the device."""
     num_likeliest: int
     more_ids: Tensor | None
-    """More tokens to report; None: no more tokens. With `places`, they are labels, and no other token may come."""
+    """Tokens on which every row also reports; None: no such tokens. If `places` is set, these tokens are the labels: no
+    other token may be sampled.
+    """
     places: Tensor | None
     """The columns of `more_ids` in the logits, for rows that have labels."""
     certifies: bool
     """Whether the logits' digests are reported."""
 
     def read(self, logits: Tensor) -> tuple[Tensor, list[bytes] | None]:
-        """Return log probabilities of its rows, [rows, tokens or labels], and the logits' digests if it certifies."""
+        """Return log probabilities of `rows`, [rows, tokens or labels], and digests of their logits if `certifies`."""
         logits = logits[self.rows]
         if self.places is None:
             return logits.log_softmax(-1), digests(logits) if self.certifies else None
@@ -249,7 +251,7 @@ class SamplingPlan:
     random: Draws | None
     """The draws of rows that are not greedy."""
     greedy: Tensor | None
-    """Greedy rows [n] int64, if there are random rows, too; None: all rows are greedy, or no row is."""
+    """Greedy rows [n] int64, if the step also has random rows; None: all rows are greedy, or all are random."""
     reported: list[Reported]
     """Rows that report log probabilities."""
     has_labels_alone: bool
@@ -308,7 +310,7 @@ class SamplingPlan:
 
     @property
     def needs_float32(self) -> bool:
-        """Whether logits are changed or reported, and not only drawn from or searched for the largest."""
+        """Whether logits are changed or reported before tokens are drawn or the largest logit is found."""
         changes = (self.repetition, self.penalties, self.biases, self.constrained, self.forbidden)
         return bool(self.reported) or any(change is not None for change in changes)
 

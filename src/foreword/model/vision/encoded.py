@@ -37,7 +37,7 @@ class Vision(Protocol):
     digest: str
     """A digest of everything besides pixels and weights on which a picture's rows depend."""
     num_added: int = 0
-    """The number of the decoder's first layers after which further terms are added to a picture's rows."""
+    """n: after each of the decoder's first n layers, further terms are added to a picture's rows."""
     sees_ahead: bool = False
     """Whether tokens of a picture see each other, also later tokens."""
     written_sign: tuple[str, str] | None = None
@@ -93,7 +93,7 @@ class _EncodedTiles:
 
 
 class RowsOfPictures(NamedTuple):
-    """The form of the rows that pictures become."""
+    """The width and type of the rows that a picture is encoded into."""
 
     width: int
     dtype: torch.dtype
@@ -129,9 +129,10 @@ class EncodedPictures:
     """The rows of the pictures that were shown last."""
 
     def __init__(self, vision: Vision, form: RowsOfPictures, max_bytes: int) -> None:
-        """`max_bytes`: most memory of kept rows between steps; the last picture stays in any case, for its next chunk.
+        """`max_bytes`: most bytes of kept rows between steps. The picture used last stays even if it is larger, because
+        a prompt's next chunk may need it.
 
-        Rows that were encoded lately take their memory once more while tiers write them.
+        Newly encoded rows take their memory twice while tiers write them.
         """
         self.vision, self.max_bytes, self._form = vision, max_bytes, form
         self.below: Below | None = None
@@ -187,7 +188,7 @@ class EncodedPictures:
             self.num_bytes -= self._pictures.pop(key).rows.nbytes
 
     def _load(self, below: Below, needed: Sequence[PictureRows]) -> None:
-        """Load and keep the tiles of a step that the tiers have."""
+        """Find the tiles that a step needs and that memory lacks; load and keep those that the tiers have."""
         tiles = {
             _name(part.key, tile): (part, tile, torch.empty((len(tile), self._form.width), dtype=self._form.dtype))
             for part in needed
@@ -235,6 +236,6 @@ def _name(key: Key, tile: range) -> str:
 
 
 def _payloads(rows: Tensor, count: int) -> list[memoryview]:
-    """The memory of `count` equal pieces of some rows."""
+    """Cut some rows into `count` equal pieces, and return the memory of each piece."""
     pieces = rows.contiguous().view(torch.uint8).numpy().reshape(count, -1)
     return [memoryview(piece) for piece in pieces]  # type: ignore[arg-type]

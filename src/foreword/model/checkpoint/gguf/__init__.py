@@ -1,1 +1,3 @@
-"""GGUF files, in which llama.cpp, Ollama and LM Studio keep models: read without llama.cpp, never guessed at."""
+"""GGUF files, in which llama.cpp, Ollama and LM Studio keep models. They are read without llama.cpp; a file with
+unknown contents is refused.
+"""

@@ -24,7 +24,7 @@ _NO_MATTER = frozenset(
     "attention.key_length_swa attention.value_length_swa attention.max_alibi_bias attention.causal "
     "use_parallel_residual pooling_type".split()
 )
-"""Keys of architectures that change nothing here: sizes that the tensors show, and notes."""
+"""Metadata keys that change no result here: sizes that the tensors also show, and notes."""
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _PLAIN_NAMES: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
@@ -52,7 +52,9 @@ _EXPERTS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-"""The same for experts. {} is an expert's number: one tensor [experts, ...] holds this weight of all experts."""
+"""Name of a tensor of experts -> name of its weight. {} is an expert's number: one tensor [experts, ...] holds this
+weight of all experts.
+"""
 _MIXTRAL = {
     name: place.replace("mlp", "block_sparse_moe").replace(old, new)
     for (name, place), (old, new) in zip(

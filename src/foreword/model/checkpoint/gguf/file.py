@@ -360,7 +360,7 @@ def _halves(blocks: Bytes, *places: int) -> npt.NDArray[np.uint16]:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """[count, n] -> [count, 2 n]: all low halves of bytes, then all high halves."""
+    """[count, n] -> [count, 2 n]: the low four bits of all bytes, then the high four bits of all bytes."""
     return np.concatenate((packed & 15, packed >> 4), axis=1)
 
 
@@ -435,7 +435,7 @@ def _six_bits(packed: Bytes) -> tuple[Bytes, Bytes]:
 
 
 def _pairs(packed: Bytes) -> Bytes:
-    """[count, 128] -> [count, 256]: from each 32 bytes the low halves, then the high halves."""
+    """[count, 128] -> [count, 256]: from each 32 bytes, the low four bits of each byte, then the high four bits."""
     return np.stack((packed.reshape(-1, 4, 32) & 15, packed.reshape(-1, 4, 32) >> 4), axis=2).reshape(-1, 256)
 
 
@@ -445,7 +445,7 @@ def _q4_k(b: Bytes) -> Codes:
 
 
 def _q5_k(b: Bytes) -> Codes:
-    """As Q4_K with 256 fifth bits before the codes: bit j of byte l belongs to value l of the j-th 32 values."""
+    """As Q4_K, with 256 fifth bits before the codes: bit j of byte l belongs to value l of the j-th 32 values."""
     fifth = (b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(-1, 256)
     return _with_minima(_pairs(b[:, 48:]) | fifth << 4, _halves(b, 0, 2), *_six_bits(b[:, 4:16]))
 
@@ -468,7 +468,9 @@ def _iq4_xs(b: Bytes) -> Codes:
 
 
 def _mxfp4(b: Bytes) -> Codes:
-    """An exponent e; codes in the order of Q4_0, of four-bit floats. A value is 2^(e - 128) times twice the float."""
+    """One byte of exponent e; four-bit codes in the order of Q4_0. A code stands for a four-bit float f, and a value is
+    2^(e - 128) * 2 f.
+    """
     return Codes(_nibbles(b[:, 1:]), b[:, :1, None])
 
 

@@ -1,4 +1,5 @@
-"""The weights of a GGUF model. They stay in codes that linear layers can multiply; others are expanded when read.
+"""The weights of a GGUF model. Weights whose codes linear layers can multiply stay in their codes; other weights are
+expanded when they are read.
 
 Values are computed in float32 and rounded once.
 """

@@ -346,7 +346,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is found: the names to give to `serve` and `generate`."""
+    """Print the models that are found on this machine, with the names that `serve` and `generate` take."""
     models = [describe(model) for model in local_models()]
     if args.json:
         for model in models:
