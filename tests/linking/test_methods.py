@@ -82,3 +82,6 @@ def test_token_ids_need_no_tokenizer_and_texts_do() -> None:
     assert composed.token_ids.tolist() == [*HEAD, *FIRST, *SECOND, *QUESTION]
     with pytest.raises(InvalidRequestError, match="no tokenizer"):
         compose_documents({"documents": ["text"], "question": QUESTION}, None)
+    for token_id in (-1, 2**31, 2**70):
+        with pytest.raises(InvalidRequestError, match=f"token id {token_id} is not an integer from 0"):
+            compose_documents({"documents": [[token_id]], "question": QUESTION}, None)

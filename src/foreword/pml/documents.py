@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from foreword.cache.keys.hashing import check_token_id
 from foreword.errors import InvalidRequestError
 from foreword.pml.composition import Composition, Source, TokenIds, concatenated
 from foreword.pml.layout import SchemaText
@@ -57,7 +58,7 @@ def read_documents(prompt: Mapping[str, Any], text: SchemaText | None) -> Docume
     """Read `{"documents": [...], "question": ...}`, optionally with "instructions" and "separator", as tokens.
 
     Each piece is a text, or a list of token ids, to which no separator is added. `text` is None without a tokenizer;
-    all pieces must then be token ids. Raises InvalidRequestError for other values.
+    all pieces must then be token ids, from 0 to the largest int32. Raises InvalidRequestError for other values.
     """
     encode = _no_tokenizer if text is None else text.encode
     documents, separator = prompt["documents"], prompt.get("separator", SEPARATOR)
@@ -89,4 +90,6 @@ def _tokens(name: str, value: Any, encode: Encode, separator: str) -> TokenIds:
     is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, bytes)
     if not is_list or not all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in value):
         raise InvalidRequestError(f"{name} must be a text or a list of token ids, not {value!r:.60}")
+    for token_id in (min(value), max(value)) if len(value) else ():
+        check_token_id(token_id)
     return tuple(int(token_id) for token_id in value)
