@@ -344,6 +344,7 @@ def test_a_wrong_prompt_is_refused_at_its_place(schema: str, prompt: str, error:
         ({}, {"text": 5}, "text=5 is no text"),
         ({}, {"messages": {"tool": "x"}}, "messages have 'tool': 'x'; give texts by role"),
         ({}, {"messages": {"user": 5}}, "messages have 'user': 5"),
+        ({}, {"messages": ["x"]}, "messages=.* is no mapping"),
         ({}, {"positions": "any"}, "positions='any' is unknown; use schema or shift or dense"),
         ({}, {"trailing": "first"}, "trailing='first' is unknown; use last or schema"),
         ("<prompt schema='s'/>", {"text": "x"}, "text or messages are given beside a PML text"),

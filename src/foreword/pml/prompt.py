@@ -159,6 +159,8 @@ def prompt_of(modules: Mapping[str, Any], *, text: str = "", messages: Mapping[s
         raise PromptError(f"text={text!r:.60} is no text")
     if text:
         children.append(Text(text, NOWHERE))
+    if not isinstance(messages or {}, Mapping):
+        raise PromptError(f"messages={messages!r:.60} is no mapping; give texts by role, such as {{'user': 'Hello'}}")
     for name, content in (messages or {}).items():
         roles = [role for role in ROLES if role == name]
         if not roles or not isinstance(content, str):
