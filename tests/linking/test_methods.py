@@ -83,5 +83,5 @@ def test_token_ids_need_no_tokenizer_and_texts_do() -> None:
     with pytest.raises(InvalidRequestError, match="no tokenizer"):
         compose_documents({"documents": ["text"], "question": QUESTION}, None)
     for token_id in (-1, 2**31, 2**70):
-        with pytest.raises(InvalidRequestError, match=f"token id {token_id} is not an integer from 0"):
+        with pytest.raises(InvalidRequestError, match=f"document 0 has the token id {token_id}; give ids from 0"):
             compose_documents({"documents": [[token_id]], "question": QUESTION}, None)

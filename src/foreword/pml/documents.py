@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from foreword.cache.keys.hashing import check_token_id
 from foreword.errors import InvalidRequestError
 from foreword.pml.composition import Composition, Source, TokenIds, concatenated
 from foreword.pml.layout import SchemaText
@@ -25,6 +24,7 @@ from foreword.pml.layout import SchemaText
 FIELDS = frozenset({"documents", "question", "instructions", "separator"})
 SEPARATOR = "\n\n"
 """The text after the instructions and after each document."""
+MAX_TOKEN_ID = 2**31 - 1
 Encode = Callable[[str], TokenIds]
 
 
@@ -91,5 +91,6 @@ def _tokens(name: str, value: Any, encode: Encode, separator: str) -> TokenIds:
     if not is_list or not all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in value):
         raise InvalidRequestError(f"{name} must be a text or a list of token ids, not {value!r:.60}")
     for token_id in (min(value), max(value)) if len(value) else ():
-        check_token_id(token_id)
+        if not 0 <= token_id <= MAX_TOKEN_ID:
+            raise InvalidRequestError(f"{name} has the token id {token_id}; give ids from 0 to {MAX_TOKEN_ID}")
     return tuple(int(token_id) for token_id in value)
