@@ -47,7 +47,7 @@ _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 MAX_SEGMENTS = 10_000
 """Most segments of a JPEG. Cameras and programs write about a hundred at most."""
 _TURNS: Mapping[int, Any] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
-"""EXIF's orientation -> the number of a `PIL.Image.Transpose`, because Pillow is imported later."""
+"""EXIF's orientation -> a `PIL.Image.Transpose` as a number, because Pillow is not imported yet."""
 _ON_ITS_SIDE = range(5, 9)
 """Orientations that swap height and width."""
 Pixels = npt.NDArray[np.uint8]

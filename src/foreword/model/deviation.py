@@ -98,7 +98,7 @@ class LinkDeviations:
         self._sources = _KeptSources(kept_bytes)
 
     def measure(self, token_ids: IntArray, links: Links, salt: str | None = None) -> FloatArray:
-        """The squared deviation of each linked token of a prompt, [tokens]; 0 for tokens in no run.
+        """The squared deviation of each token of a prompt, [tokens]; 0 for tokens that are not linked.
 
         `salt`: the tenant's salt. Each salt has its own kept sources, so that response times do not show what others
         link. Raises InvalidRequestError for a prompt that the model cannot compute.

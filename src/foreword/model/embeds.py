@@ -1,4 +1,4 @@
-"""Prompt embeddings: rows of callers that enter a decoder's first layer in place of tokens' embeddings.
+"""Prompt embeddings: rows that callers give, which enter a decoder's first layer in place of tokens' embeddings.
 
 Embeddings come as arrays, as raw little-endian values with their shape, or as safetensors of one tensor: never as
 pickles, which run code, nor by torch.load, whose sparse tensors can write outside their memory (CVE-2025-62164).
@@ -50,7 +50,7 @@ class EmbedsReader:
     """Reads prompt embeddings for one model. Any thread may call it."""
 
     def __init__(self, dtype: torch.dtype, width: int, max_rows: int, block_size: int) -> None:
-        """`dtype`, `width`: of the rows; `max_rows`: most rows of a prompt; `block_size`: rows of a block."""
+        """`dtype`, `width`: type and width of rows; `max_rows`: most rows of a prompt; `block_size`: rows per block."""
         self._dtype, self._width, self._max_rows, self._block_size = dtype, width, max_rows, block_size
         self.held = HeldBytes()
         """The embeddings that requests hold."""

@@ -38,7 +38,7 @@ _ARITHMETIC = ("amx", "avx", "f16c", "fma", "neon", "sse", "sve")
 
 
 def model_facts(model: LoadedModel, weights: str, sink_token_ids: Sequence[int]) -> dict[str, Any]:
-    """The facts that decide KV on any machine. `weights`: a digest of the weights' content.
+    """The facts that decide a model's KV, whatever machine computes it. `weights`: a digest of the weights' content.
 
     The model's path, its name and its tokenizer are not among them.
     """

@@ -1,6 +1,6 @@
 """The cost of another format of KV: one model runs with two pools, and the distributions of next tokens are compared.
 
-Nothing but the stored keys and values differs.
+The two runs differ only in the keys and values that they store.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The distance of next tokens' distributions from the distributions with KV in the model's own type."""
+    """How far the distributions of next tokens with KV in int8 are from those with KV in the model's own type."""
 
     num_texts: int
     num_tokens: int

@@ -110,7 +110,7 @@ class CacheLayout:
     key_page_bytes: int
     value_page_bytes: int
     state_page_bytes: int = 0
-    """Bytes of each block's extra page, which holds the part of recurrent states that the pages of all slots cannot."""
+    """Bytes of each block's extra page, which holds the part of recurrent states that exceeds the slots' pages."""
     state_interval: int | None = None
     """Tokens between recurrent states that are always saved; None without recurrent layers."""
 
@@ -170,7 +170,7 @@ class CacheLayout:
 
     @property
     def hit_granularity(self) -> int:
-        """Hits end at multiples of this number of tokens, unless an index matches to the token."""
+        """Hits end at multiples of this number of tokens, unless the prefix index can match single tokens."""
         return math.lcm(*(group.spec.block_size for group in self.groups))
 
 
@@ -205,7 +205,7 @@ def plan_layout(
     kv_format: KVFormat,
     options: LayoutOptions,
 ) -> CacheLayout:
-    """Put layers into groups and groups into equal blocks. Raises ConfigError for sizes that do not fit."""
+    """Put layers into groups, and make all blocks equally large. Raises ConfigError for sizes that do not fit."""
     kinds = _kinds(attention, kv_format, options)
     num_slots = _num_slots(kinds) if kinds else 1
     block_size = options.block_size
@@ -245,7 +245,7 @@ def plan_layout(
 
 
 Kind = tuple[int, int, str, int]
-"""Key and value bytes per token, attention type and reach. Layers of one kind can share a block table."""
+"""Key and value bytes per token, attention type, and window or chunk. Layers of one kind can share a block table."""
 
 
 def _kinds(attention: Mapping[int, LayerLayout], kv_format: KVFormat, options: LayoutOptions) -> dict[Kind, list[int]]:
@@ -273,7 +273,7 @@ def _spec(kind: Kind, block_size: int) -> GroupSpec:
 
 
 def _with_sinks(groups: list[GroupLayout], has_states: bool, options: LayoutOptions) -> GroupLayout:
-    """Return the only group with sinks. Raises ConfigError for several groups, or sinks that fill no whole blocks."""
+    """Add sinks to the only group. Raises ConfigError for several groups, or sinks that fill no whole blocks."""
     if has_states or len(groups) != 1 or not isinstance(groups[0].spec, FullAttentionSpec):
         raise ConfigError(
             f"sink_token_ids ({options.num_sink_tokens} tokens) need a model whose layers all see every position; "
@@ -300,7 +300,7 @@ def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:
 
 
 def _block_multiples(kinds: Mapping[Kind, list[int]]) -> dict[Kind, int]:
-    """The factor of the block size for each kind. It is larger if tokens take fewer bytes, so that pages are equal."""
+    """Kind -> its tokens per block, in block sizes: more if a token takes fewer bytes, so that pages are equal."""
     most_keys, most_values = max((k[0] for k in kinds), default=0), max((k[1] for k in kinds), default=0)
     multiples = {}
     for kind in kinds:

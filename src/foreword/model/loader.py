@@ -95,7 +95,7 @@ class LoadedModel:
 
     @property
     def hidden_size(self) -> int | None:
-        """Width of the rows that the last norm gives the head; None if it is unknown."""
+        """Width of the rows that the head gets from the last norm; None if it is unknown."""
         return (
             self.network.spec.hidden_size if isinstance(self.network, Decoder) and self.device.type == "cpu" else None
         )
@@ -178,7 +178,7 @@ class LoadedModel:
 
 
 def _read_written(options: ModelConfig) -> tuple[StoredModel, DecoderSpec]:
-    """Read a model of a written family (`families.py`). Raises UnreadableError or UnwrittenError for other models."""
+    """Read a model that foreword's decoder computes. Raises UnreadableError or UnwrittenError for other models."""
     stored = read_stored(options)
     spec = _spec_of(stored)
     check_shapes(spec, stored.weights)
@@ -244,7 +244,7 @@ def _spec_of(stored: StoredModel) -> DecoderSpec:
 
 
 def load_foreign_model(options: ModelConfig) -> LoadedModel:
-    """Load a model in transformers' modules, even one of a written family; fuse modules where bits stay equal."""
+    """Load any model in transformers' modules, even one for foreword's decoder; fuse modules if bits stay equal."""
     from foreword.model.checkpoint.read import read_checkpoint
 
     return _accelerated(load_plain(read_checkpoint(options), options))

@@ -12,7 +12,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class LoadingLog:
-    """Logs each stage of a load, and every few seconds that it still runs. Use it as a context manager."""
+    """Logs each stage of a load, and every few seconds that the stage still runs. Use it as a context manager."""
 
     def __init__(self, model: str, seconds_between_lines: float = SECONDS_BETWEEN_LINES) -> None:
         self._model = model

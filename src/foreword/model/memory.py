@@ -39,8 +39,8 @@ def kv_cache_bytes(
 ) -> int:
     """Decide on the memory for KV blocks, after the weights were loaded. Raises ConfigError if nothing is left.
 
-    `measure` finds out what takes a GPU's memory; None on a CPU. `most_running_bytes`: the bytes of KV that the most
-    requests that run together can hold.
+    `measure` measures what takes a GPU's memory; None on a CPU. `most_running_bytes`: the bytes of KV that requests
+    hold when as many as allowed run together.
     """
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes
@@ -72,7 +72,9 @@ class MemoryUse:
     graphs_bytes: int = 0
 
     def pool_bytes(self, utilization: float) -> int:
-        """Memory left for KV. Raises ConfigError, with remedies, if nothing is left."""
+        """The bytes that are left for KV if all programs together use this share of the device's memory.
+        Raises ConfigError, with remedies, if nothing is left.
+        """
         needed = self.others_bytes + self.weights_bytes + self.activations_bytes + self.graphs_bytes
         num_bytes = int(utilization * self.total_bytes) - needed
         if num_bytes > 0:
@@ -88,7 +90,7 @@ class MemoryUse:
 def measure_memory_use(
     model: LoadedModel, layout: CacheLayout, device: Device, limits: RunnerLimits, max_num_batched_tokens: int
 ) -> MemoryUse:
-    """Run a step of `max_num_batched_tokens` tokens and record the largest graph, over a pool of one block."""
+    """With a pool of one block, run the largest step and record the largest graph; return the memory that they take."""
     storage = KVStorage(layout, 1, device.torch_device)
     device.watch_peak()
     before = device.memory()

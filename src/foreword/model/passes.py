@@ -29,7 +29,7 @@ from foreword.batch import NO_ENTRIES, Batch
 from foreword.model.sampling.readout import Rows
 
 FASTEST_PACKED_ROWS = 4
-"""Products of packed weights with fewer rows take longer (docs/decisions/0009-packed-weights.md)."""
+"""With packed weights, products of fewer rows than this take longer (docs/decisions/0009-packed-weights.md)."""
 
 
 def split_batch(batch: Batch, logit_rows: Rows, max_tokens: int) -> Iterator[tuple[Batch, Rows]]:
@@ -80,7 +80,7 @@ class RowPadding:
 
     @classmethod
     def fixed(cls, num_rows: int) -> RowPadding:
-        """Pad to `num_rows` rows, or to a multiple."""
+        """Pad to a multiple of `num_rows` rows."""
         return cls(num_rows, num_rows)
 
     def __call__(self, num_rows: int) -> int:

@@ -1,13 +1,13 @@
-"""How a decoder's keys turn with the position, so that cached keys can be moved.
+"""How a decoder's keys rotate with the position, so that cached keys can be moved.
 
 Rotary embeddings rotate a key by angles that are proportional to its position. So a key that was computed at position p
 is moved to p + d if it is rotated once more, by the angles of d:
 
     R(p + d) k = R(d) R(p) k
 
-Models without a spec in foreword (see model/decoder) are refused, because it is not known how their keys turn.
+Models without a spec in foreword (see model/decoder) are refused, because it is not known how their keys rotate.
 
-`KeyMover` moves KV from slots to slots: values are copied, keys are copied and turned. A key is turned once, in
+`KeyMover` moves KV from slots to slots: values are copied, keys are copied and rotated. A key is rotated once, in
 float32, from the canonical key at its source, and rounded once. So a moved key's bits depend on the source's key and on
 the shift alone.
 """
@@ -40,12 +40,12 @@ _BITS: dict[KVFormat, tuple[torch.dtype, Any, Callable[..., None]]] = {
     KVFormat(torch.bfloat16): (torch.int16, np.uint16, kernels.turn_rows_bf16),
     KVFormat(torch.float32): (torch.float32, np.float32, kernels.turn_rows_f32),
 }
-"""Formats that a kernel turns -> the types in which torch and numpy see an element's bits, and the kernel."""
+"""KV format -> the types of an element's bits in torch and in numpy, and the kernel that rotates such keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One way to turn the first elements of a key."""
+    """One way to rotate the first elements of a key."""
 
     table: Table | None
     """The function that gives cosines and sines; None: keys do not depend on the position."""
@@ -71,7 +71,7 @@ class Turn:
         return (0, 2, 1) if self.interleaved else (0, 1, self.width // 2)
 
     def apply(self, keys: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Turn keys [tokens, heads, dim] float32 in place; cosine and sine broadcast to [tokens, heads, width / 2].
+        """Rotate keys [tokens, heads, dim] float32 in place; cosine and sine broadcast to [tokens, heads, width / 2].
 
         Each product and sum is rounded by itself, so the result's bits depend on nothing but the arguments.
         """
@@ -88,11 +88,11 @@ class KeyRotation:
     """How the keys of all layers turn."""
 
     turns: dict[int, Turn]
-    """Layer -> the way in which its keys turn."""
+    """Layer -> how its keys rotate."""
 
     @classmethod
     def of(cls, spec: DecoderSpec, rotaries: Sequence[Rotary]) -> KeyRotation:
-        """Return how the keys of a written decoder turn, as its spec says."""
+        """Return how the keys of foreword's decoder rotate with the position, as its spec says."""
         turns, still = [Turn(r.table, r.spec.turned, r.spec.interleaved) for r in rotaries], Turn(None)
         return cls(
             {number: still if layer.rotary is None else turns[layer.rotary] for number, layer in enumerate(spec.layers)}
@@ -100,7 +100,7 @@ class KeyRotation:
 
 
 def refuse_links(reason: str) -> NoReturn:
-    """Raise UnsupportedModelError, because links were allowed and the model cannot have links."""
+    """Raise UnsupportedModelError: links are enabled, but the model cannot have links."""
     raise UnsupportedModelError(f"allow_links=True, but this model's prompts cannot be linked: {reason}; leave it out")
 
 

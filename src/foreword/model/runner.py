@@ -41,7 +41,7 @@ class GroupPlan:
 
     kernel: AttentionKernel
     plan: Any
-    """The kernel's plan; a `HostPlan` if there is `metadata`."""
+    """The kernel's plan; a `HostPlan` if `metadata` is not None."""
     metadata: Tensor | None = None
 
     def step(self, slots: Tensor) -> GroupStep:
@@ -124,7 +124,7 @@ class ModelRunner:
             _ = draw_rows.address  # compiled now, not when the first request asks for it
 
     def fill_sinks(self, token_ids: npt.NDArray[np.int32], block_ids: npt.NDArray[np.int32]) -> None:
-        """Write the KV of the tokens that begin every request to their blocks. Called once, before any batch."""
+        """Write the KV of the sink tokens into the blocks `block_ids`. Called once, before any batch."""
         assert len(token_ids) == len(block_ids) * self._storage.block_sizes[0]
         self.forward(Batch.of_spans([token_ids], [0], (block_ids[None],)), np.zeros(1, np.int64))
         self._sink_block_ids = block_ids

@@ -85,8 +85,8 @@ def find_inexactness(model: LoadedModel, prompt: ShortPrompt | None = None) -> s
 
 
 def _cell_inexactness(model: LoadedModel, tokens: IntArray) -> str | None:
-    """Check recurrent layers after preemption and after hits on other requests' cells; returns what `find_inexactness`
-    returns.
+    """Check recurrent layers after preemption and after hits on other requests' cells. Return what the logits wrongly
+    depend on, or None.
 
     preempted    |--12--|--12--|-5-||||              is computed again after its hit
     longer       |--12--|--12--|--12--|--9--|        hits the first two cells, and then, as "again", three

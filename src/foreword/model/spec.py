@@ -7,7 +7,7 @@ lacks a part has None or 1 in the part's place:
     x = x + residual_scale * after_network(down(gate(before_network(x)) * up(before_network(x))))
 
 A family with latent KV stores one vector per token for all heads (arXiv 2405.04434). A head's keys and values are
-products of the vector. These products move to the query and to the result, so that only the vector is stored:
+products of the vector. Instead of the vector, the query and the result are multiplied, so only the vector is stored:
 
     query     = up_query(norm(down_query(x)))                        or one product of x
     latent    = norm(down(x)[: latent]), turn(down(x)[latent :])
@@ -44,7 +44,7 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """One kind of rotary embeddings (arXiv 2104.09864). They turn pairs of a head's elements by angles."""
+    """One kind of rotary embeddings (arXiv 2104.09864). They rotate pairs of a head's elements by angles."""
 
     theta: float
     turned: int
@@ -61,8 +61,9 @@ class RotarySpec:
     rounded_tables: bool = False
     """Whether cosines and sines are rounded to the model's type before heads are rotated."""
     axes: tuple[int, ...] | None = None
-    """If a position has three numbers (time, row and column, arXiv 2409.12191): for each pair, the index of the number
-    by which the pair turns. In text the three numbers are equal. None: a position is one number."""
+    """None: a position is one number. Else a position is three numbers (time, row and column, arXiv 2409.12191; equal
+    in text), and `axes` has, for each pair, the index of the number that rotates the pair.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class ExpertSpec:
     chosen_groups: int = 1
     """The number of groups whose experts may be chosen."""
     group_best: int = 1
-    """A group's score is the sum of this many best weights in it."""
+    """A group's score is the sum of the best weights in the group; this is the number of the weights that are added."""
     correction: str | None = None
     """Name of a tensor with one number per expert, added to weights only for the choice of experts (arXiv
     2408.15664)."""
@@ -139,8 +140,9 @@ class ExpertSpec:
     shared_gate: str | None = None
     """Name of the product that weighs the shared network's result; None: the result is added as it is."""
     stack: str | None = None
-    """Name of tensors [experts, in, out], in which outputs of gate and up alternate; None: each expert has its own
-    tensors."""
+    """Beginning of the names of tensors [experts, in, out] that hold all experts; the outputs of gate and up alternate
+    in them. None: each expert has its own tensors.
+    """
 
     def network(self, expert: int) -> NetworkNames:
         return NetworkNames((self.gate.format(expert), self.up.format(expert)), self.down.format(expert))
@@ -237,7 +239,7 @@ class DecoderSpec:
     num_kv_heads: int
     """With latent KV: 1."""
     head_dim: int
-    """With latent KV: elements of a stored vector."""
+    """With latent KV: the number of elements of a stored vector."""
     intermediate_size: int
     layers: tuple[LayerSpec, ...]
     rotaries: tuple[RotarySpec, ...]
@@ -245,7 +247,7 @@ class DecoderSpec:
     score_scale: float
     names: WeightNames = WeightNames()
     head_norm: Literal["each head", "all heads"] = "each head"
-    """Whether norms of queries and keys normalise each head or the row of all heads, if the family has such norms."""
+    """Whether norms of queries and keys, if any, normalise each head by itself or all heads as one row."""
     latent: LatentSpec | None = None
     """The vector that stands for keys and values; None: each head has its own keys and values."""
     activation: ActivationName = "silu"
@@ -267,7 +269,7 @@ class DecoderSpec:
     def widths(self) -> tuple[int, ...]:
         """Widths of the queries, keys and values of all heads.
 
-        With latent KV: the width of the queries, or of the row that makes them, and the width of the vector.
+        With latent KV: the width of the queries (or of the row from which they are made), and the width of the vector.
         """
         latent = self.latent
         if latent is not None:
@@ -283,7 +285,7 @@ class DecoderSpec:
     def products(self, has_experts: bool) -> dict[str, tuple[int, int]]:
         """The shapes [out, in] of the products of a layer with or without experts, by their modules' names.
 
-        Each may have a bias. Experts in one tensor, and the product `LatentSpec.up`, are not among them.
+        Each product may have a bias. Experts in one tensor, and the product `LatentSpec.up`, are not among them.
         """
         names, hidden = self.names, self.hidden_size
         sizes = self.widths if len(names.project) > 1 else (sum(self.widths),)

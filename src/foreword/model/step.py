@@ -38,7 +38,7 @@ class GivenRows:
     values: Tensor
     """[given, width], in the model's type."""
     added: tuple[Tensor, ...] = ()
-    """[given, width]: terms to add to these rows after each of the first layers (DeepStack, arXiv 2406.04334)."""
+    """For each of the first layers: [given, width] terms to add to these rows after it (DeepStack, arXiv 2406.04334)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class StateRun:
     """The first position of generated tokens."""
 
     def cells(self, grid: int) -> list[tuple[int, int]]:
-        """Cut the run into spans of positions: a prompt at multiples of the grid, an answer after every token.
+        """Cut the positions into cells (start, end): a prompt at multiples of the grid, an answer after every token.
 
         Grid 4, a prompt of 6 tokens:    |0123|45|6|7|8|
         """
@@ -69,7 +69,7 @@ class StateRun:
 
 
 def plan_state_runs(batch: Batch, group_id: int, block_size: int) -> list[StateRun]:
-    """Find the blocks of states that each request reads and writes; `MambaManager` sets the rules of the table."""
+    """Find the blocks of states that each request reads and writes. `MambaManager` lays out the block table."""
     runs = []
     tables = batch.group_tables[group_id]
     for row, (first, last) in enumerate(zip(batch.query_starts[:-1], batch.query_starts[1:], strict=True)):

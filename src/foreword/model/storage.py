@@ -180,14 +180,14 @@ class KVStorage:
 
 
 PROVIDED_BYTES = 8 << 20
-"""The most bytes that the system provides at a time, which takes some milliseconds."""
+"""`BlockBytes.provide` asks the system for at most this number of bytes at once, which takes some milliseconds."""
 
 
 class BlockBytes:
     """The blocks of the KV memory as bytes, for tiers. Any thread may call it, if no other thread uses the same block.
 
     A group's block consists of the pages that its layers use, one after the other: for attention the keys and values of
-    its slots, for recurrent layers all pages of the block, over which their states lie.
+    its slots, for recurrent layers all pages of the block, among which their states are divided.
     """
 
     def __init__(self, storage: KVStorage) -> None:
@@ -197,7 +197,7 @@ class BlockBytes:
             for group in storage.layout.groups
         ]
         self._arrays: list[list[npt.NDArray[np.uint8]]] | None = None
-        """Numpy arrays of the same memory, because numpy begins a copy faster than torch; None on a device."""
+        """Numpy arrays of the pages' memory, because numpy begins a copy faster than torch; None on a device."""
         if all(page.device.type == "cpu" for pages in self._pages for page in pages):
             self._arrays = [[page.numpy() for page in pages] for pages in self._pages]
 

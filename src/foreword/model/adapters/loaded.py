@@ -52,7 +52,7 @@ Patterns = Sequence[tuple[re.Pattern[str], Any]]
 SETTLED_S = 2.0
 """A file that changed less than this number of seconds before it was read may change again without a new date."""
 MOST_NAMES = 1024
-"""A process that computes nothing remembers the names of the adapters in at most this number of folders."""
+"""A process that computes nothing remembers the adapters' names for at most this number of folders."""
 HELD = 2
 """The adapters in memory may take this many times the bytes of `max_adapters` adapters of the highest rank: one half
 for adapters that are kept, the other for adapters that only requests hold.
@@ -65,7 +65,7 @@ class _RefusedError(Exception):
 
 
 def read_adapter(folder: str, spec: DecoderSpec, max_rank: int) -> AdapterWeights:
-    """Read the adapter in a folder, for a model. Raises InvalidRequestError, whose message is one line."""
+    """Read the adapter in a folder, for a model with this spec. Raises InvalidRequestError, with a one-line message."""
     try:
         config = _read_config(Path(folder))
         return _read(Path(folder), config, spec, max_rank)
@@ -76,7 +76,7 @@ def read_adapter(folder: str, spec: DecoderSpec, max_rank: int) -> AdapterWeight
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """The fields of an adapter's config that matter."""
+    """The fields of an adapter's config that are used."""
 
     rank: int
     alpha: float
@@ -97,7 +97,7 @@ class _Config:
 
 
 def _read_config(folder: Path) -> _Config:
-    """Read the fields that matter. Raises _RefusedError or OSError."""
+    """Read the config of the adapter in a folder. Raises _RefusedError or OSError."""
     if not folder.is_dir():
         raise _RefusedError("it is no folder of this machine; download the adapter first")
     path = folder / CONFIG
@@ -304,7 +304,7 @@ class LoadedAdapters:
             return adapter
 
     def named(self, name: AdapterName) -> AdapterWeights:
-        """The adapter that another process has read, from memory or else from the adapter's folder.
+        """Return the adapter that another process has named: from memory, or else from the adapter's folder.
 
         Raises AdaptersBusyError, or InvalidRequestError, also if the folder has another adapter by now.
         """

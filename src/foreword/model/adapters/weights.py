@@ -78,7 +78,7 @@ class LowRank:
     """[outputs, rank]"""
     scale: float
     content: bytes
-    """A digest of both matrices as the file has them."""
+    """A digest of the types, shapes and bytes that both matrices have in the file."""
 
 
 class AdapterName:
@@ -181,7 +181,7 @@ class AdaptedRows:
         return torch.from_numpy(np.flatnonzero(self._numbers != NONE))
 
     def step_numbers(self, products: Int64Array, firsts: Any, counts: Any, scratch: int) -> Int64Array:
-        """STEP_ARGUMENTS of products. Each product has `counts` of the step's rows, from the row `firsts` on.
+        """STEP_ARGUMENTS of products; `firsts`, `counts`: for each product, its first row and the number of its rows.
 
         `scratch`: the address of the scratch memory for all threads.
         """
@@ -202,7 +202,7 @@ class Deltas:
     product: int
 
     def add(self, rows: Tensor, result: Tensor) -> Tensor:
-        """Add adapters' terms to `result` [rows, out] of `rows` [rows, in], and return the sum. `result` may change."""
+        """Return `result` [rows, out], a product of `rows` [rows, in], plus adapters' terms. `result` may change."""
         adapted, inputs, target = self.rows, rows.float(), result.float().contiguous()
         missing = low_rank.padded_inputs(inputs.shape[-1]) - inputs.shape[-1]
         inputs = torch.nn.functional.pad(inputs, (0, missing)) if missing else inputs.contiguous()
@@ -250,5 +250,5 @@ class LowRankOperation(Operation):
 
 @functools.cache
 def _operations() -> OfThread[LowRankOperation]:
-    """One operation for each thread. The first call compiles it."""
+    """One operation for each thread. The first call compiles the worker."""
     return OfThread(LowRankOperation)

@@ -208,7 +208,7 @@ def read_raw(folder: Path) -> Mapping[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The completed fields of a folder's language model. Raises UnreadableError."""
+    """The completed fields that describe the language model of a folder. Raises UnreadableError."""
     try:
         return complete(text_values(read_raw(folder)))
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
@@ -333,7 +333,7 @@ def _complete_rope(family: str, rope: dict[str, Any], values: Mapping[str, Any])
 
 
 def _set_layers(family: str, values: dict[str, Any]) -> None:
-    """Set the attention type of each layer. Older files have a rule in place of the list."""
+    """Set `layer_types`, the attention type of each layer. Older files have a rule in place of this list."""
     count = values["num_hidden_layers"]
     if family in ("qwen2", "qwen3", "qwen3_moe") and not values["use_sliding_window"]:
         values["sliding_window"] = None

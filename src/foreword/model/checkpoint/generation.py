@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "generation_config.json"
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields that are read, as vLLM reads them. `do_sample` is not read, and end tokens are read with the model."""
+"""Fields of generation_config.json that are read, as in vLLM: not `do_sample`; end tokens are read with the model."""
 
 
 def recommended_sampling(options: ModelConfig) -> SamplingParams:
@@ -44,7 +44,7 @@ def recommended_sampling(options: ModelConfig) -> SamplingParams:
 
 
 def differences(params: SamplingParams) -> dict[str, float]:
-    """The values of NAMES that differ from plain sampling."""
+    """The values of NAMES that differ from the defaults of SamplingParams."""
     plain = SamplingParams()
     return {name: getattr(params, name) for name in NAMES if getattr(params, name) != getattr(plain, name)}
 

@@ -47,7 +47,7 @@ class GroupedPlace:
     shape: tuple[int, ...]
     parts: Mapping[str, StoredPlace]
     codes_of: Callable[[Tensors], tuple[Bytes, npt.NDArray[np.int64], torch.Tensor]]
-    """Parts -> codes [out, in], zeros [out, groups], scales [out, groups]."""
+    """Tensors of the parts -> codes [out, in], zeros [out, groups], scales [out, groups]."""
     keeps_codes: bool
 
     def read(self, dtype: torch.dtype) -> Weight:
@@ -98,7 +98,7 @@ class GroupedPlace:
 def grouped_places(places: Mapping[str, StoredPlace], config: Config, *, keeps_codes: bool) -> dict[str, Place]:
     """The weights of a checkpoint by their names, from the places of its tensors and its `quantization_config`.
 
-    `config["quant_method"]` is one of METHODS. Raises UnreadableError for a checkpoint that is not read here.
+    `config["quant_method"]` is one of METHODS. Raises UnreadableError for a checkpoint that foreword cannot read.
     """
     empty = [name for name, place in places.items() if 0 in place.shape]
     if empty:
@@ -138,7 +138,7 @@ def _integer_places(places: Mapping[str, StoredPlace], config: Config, *, keeps_
 
 
 def _check(config: Config) -> None:
-    """Raise UnreadableError if `config` describes weights that are not read here."""
+    """Raise UnreadableError if `config` describes weights that foreword cannot read by itself."""
     method = config["quant_method"]
     if method == "compressed-tensors":
         groups, kind = config.get("config_groups"), "float" if config.get("format") == "float-quantized" else "int"
@@ -168,7 +168,7 @@ def _check(config: Config) -> None:
 
 
 def _unpacked(packed: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> Bytes:
-    """Unpack int32 [rows, columns] to codes [rows, n * columns]."""
+    """Unpack int32 [rows, columns] to codes [rows, n * columns]; n: the number of codes in an int32."""
     places = range(32 // bits) if order is None else order
     shifts = np.array(places, np.uint32) * np.uint32(bits)
     codes = packed.numpy().view(np.uint32)[:, :, None] >> shifts & np.uint32((1 << bits) - 1)

@@ -132,7 +132,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def find_hub(name: str, revision: str | None) -> Path | None:
-    """Fetch the file of a name that has a type or ends with "gguf". For a split model, return the first file.
+    """Fetch the GGUF file of a name that has a type or ends with "gguf". For a split model, return the first file.
 
     None for other names, and for paths that are here. Raises ModelLoadError.
     """
@@ -168,7 +168,7 @@ def _kept(name: str, repository: str, kind: str | None, revision: str | None, re
 
 
 def _snapshots(repository: str, revision: str | None) -> list[Path]:
-    """The folders of a version of a repository, which may lack files that were not fetched."""
+    """The local folders of a version of a repository. They may lack files that were not fetched."""
     from huggingface_hub import scan_cache_dir
 
     versions = []
@@ -180,7 +180,7 @@ def _snapshots(repository: str, revision: str | None) -> list[Path]:
 
 
 def choose(names: Iterable[str], model: str, kind: str | None) -> list[str]:
-    """Choose the files of a type, in order; None: the usual type. Raises ModelLoadError."""
+    """Choose the files of a type, in order. `kind`: the type; None: the usual type. Raises ModelLoadError."""
     models: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.endswith(".gguf") and not any(part in name.rpartition("/")[2] for part in _SIDE_FILES):

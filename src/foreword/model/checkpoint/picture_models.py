@@ -18,7 +18,7 @@ _STACKED = "gate_up_proj", "down_proj"
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Where files have the two halves of a family's models. The language half is a decoder by itself."""
+    """Where a family's files have the config and weights of both halves. The language half is a decoder by itself."""
 
     language: str
     """`model_type` of the language half. Except in Qwen's families, a `model_type` in `text_config` replaces it."""
@@ -191,7 +191,9 @@ def _are_turned(places: Mapping[str, StoredPlace], hidden: Any) -> bool:
 
 
 def _apart(name: str, place: StoredPlace, is_turned: bool) -> dict[str, Place]:
-    """The weight, or one weight per expert if it stacks a layer's experts. A stack has gates first, then ups."""
+    """Return a tensor's weight, or one weight per expert if the tensor holds all experts of a layer.
+    In such a tensor, the gate's outputs come first, then those of up.
+    """
     layer, _, last = name.partition(".experts.")
     if last not in _STACKED or len(place.shape) != 3:
         return {name: place}

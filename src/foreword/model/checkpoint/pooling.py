@@ -22,7 +22,7 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """The pooling of a model: the hidden state of a text's last token is its embedding."""
+    """The pooling of a model: a text's embedding is the hidden state of its last token."""
 
     normalises: bool = True
     """Whether embeddings have length 1."""

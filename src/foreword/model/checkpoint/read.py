@@ -263,7 +263,7 @@ def _has_experts(config: PretrainedConfig) -> bool:
 
 
 def _refuse_overflow(module: PreTrainedModel, options: ModelConfig) -> None:
-    """Raise ConfigError if a weight is infinite as float16."""
+    """Raise ConfigError if a weight becomes infinite in float16."""
     for name, weight in module.named_parameters():
         if weight.isinf().any():
             raise ConfigError(

@@ -80,7 +80,7 @@ class Float8Place:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Place:
-    """The place of some rows of an expert's weight."""
+    """The place of a part of an expert's weight: `count` rows."""
 
     blocks: StoredPlace
     """[experts * rows, in / 32, 16]"""
@@ -113,7 +113,7 @@ class Mxfp4Place:
 
 @dataclass(frozen=True, slots=True)
 class BiasPlace:
-    """The place of some numbers of an expert's bias."""
+    """The place of a part of an expert's bias: every `step`-th number from `first` on."""
 
     biases: StoredPlace
     """[experts, numbers]"""
@@ -131,7 +131,7 @@ class BiasPlace:
 
 
 def float8_places(places: Mapping[str, StoredPlace], config: Config, *, keeps_codes: bool) -> dict[str, Place]:
-    """The weights of an FP8 checkpoint by their names. Raises UnreadableError if the checkpoint is not read here."""
+    """The weights of an FP8 checkpoint by their names. Raises UnreadableError if foreword cannot read it by itself."""
     is_compressed = config.get("quant_method") == "compressed-tensors"
     end = ".weight_scale" if is_compressed else ".weight_scale_inv"
     weights: dict[str, Place] = {}

@@ -1,4 +1,5 @@
-"""Models of written families, read from their folders: config.json, and weights, each of which is read when it is used.
+"""Models of the families that foreword's own decoder computes, read from folders: config.json, and weights, each of
+which is read when it is used.
 
 transformers is not imported. Anything unusual raises UnreadableError: then transformers reads the model, or says what
 is wrong with it.

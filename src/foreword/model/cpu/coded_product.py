@@ -1,4 +1,4 @@
-"""Linear layers whose weights stay in the few bits that a file gives them.
+"""Linear layers whose weights stay quantized, in the codes of their file.
 
 Rows of any type are multiplied in float32, or rounded to eight bits and multiplied in integers: each weight says which
 of the two.
@@ -105,7 +105,7 @@ Weight = Tensor | CodedRows
 
 
 class CodedProduct:
-    """A product with a weight in codes: rows [..., in_features] to columns of a result."""
+    """A product of rows [..., in_features] with a weight in codes. It computes some of the columns of a result."""
 
     def __init__(self, weight: CodedRows, bias: Tensor | None, column: int, width: int, row_scratch: int = 0) -> None:
         """Pack a weight, whose number of inputs is a multiple of 32; `bias` [out_features].
@@ -143,7 +143,7 @@ class CodedProduct:
             a["row_bytes"], a["thread_scratch"] = 4 * self.in_features, coded_worker.thread_scratch(int(a["num_steps"]))
         operation_type = IntegerOperation if weight.in_integers else CodedOperation
         self.operation = functools.partial(operation_type, a, (memory, self._bias), row_scratch)  # no cycle with self
-        """Makes a new operation that computes the product; many may exist."""
+        """Makes a new operation that computes the product. Any number of them may exist."""
         self.of_thread = OfThread(self.operation)
 
     @staticmethod
@@ -220,7 +220,7 @@ class CodedLinear:
 
     @property
     def in_program(self) -> bool:
-        """Whether a program can run it: operations of programs take inputs in their original order."""
+        """Whether a program can run this product. A program's operations take inputs in their original order."""
         return self._order is None
 
     @property
@@ -286,7 +286,7 @@ class CodedOperation(Operation):
     """A product of the rows that `bind` set last."""
 
     def __init__(self, constants: Record, memory: object, row_scratch: int, worker: Worker | None = None) -> None:
-        """`constants`: arguments that `bind` does not set; `memory`: owns what they point to."""
+        """`constants`: arguments that `bind` does not set; `memory`: owns the memory to which `constants` point."""
         super().__init__(worker or coded_worker.multiply_units)
         self._memory, self._first_byte, self._row_scratch = memory, int(constants["target"]), row_scratch
         for name in CODED.names or ():

@@ -1,4 +1,4 @@
-"""Memory for packed weights, prepared at the start, while imports keep one core busy.
+"""Memory for packed weights: a thread touches it at the start, while imports keep one core busy.
 
 A thread that seldom needs Python's lock touches the memory that packed weights will take. A wrong guess wastes only
 time of an idle core. On a virtual machine, which asks its host for each page, the first token of a new process takes

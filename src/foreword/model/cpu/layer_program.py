@@ -122,13 +122,15 @@ class Workspace:
         self._places: Places | None = None
 
     def widen(self, wide: int, narrow: int, products: Sequence[RowProduct]) -> None:
-        """Make room for a layer with rows of `wide` and `narrow` elements, and for the scratch memory of products."""
+        """Make room for a layer with `wide` elements per row in `Places.wide`, `narrow` in other areas, and its
+        scratch.
+        """
         self._wide, self._narrow = max(self._wide, wide), max(self._narrow, narrow)
         self.widen_scratch(*(product.thread_scratch for product in products))
         self._row_scratch = max(self._row_scratch, *(product.row_scratch for product in products))
 
     def widen_scratch(self, *thread_scratch: int) -> None:
-        """Make room for these numbers of bytes of scratch memory for each thread."""
+        """Let each thread have as much scratch memory as the largest of these numbers of bytes, or more."""
         self._thread_scratch = max(self._thread_scratch, *thread_scratch)
 
     def places(self, num_rows: int) -> Places:
@@ -351,7 +353,9 @@ class LayerChain:
         return logits
 
     def run_layers(self, rows: Tensor, turns: Sequence[Turns], step: Step) -> bool:
-        """Compute the norms of the kept rows, without logits; return False if the program cannot run the step."""
+        """Compute layers and last norm for the kept rows, without logits. Return False if a program cannot run the
+        step.
+        """
         if not self._can_run(rows, step):
             return False
         keep, x = step.keep[: step.num_kept], rows.contiguous()

@@ -93,7 +93,7 @@ class CompactProduct:
 
     @staticmethod
     def can_take(weight: Tensor) -> bool:
-        """Whether this processor has instructions for such products, and the weight suits them."""
+        """Whether this processor can multiply by 12-bit weights, and this weight can be packed to 12 bits."""
         suits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % STEP == 0
         return suits and can_multiply()
 
@@ -197,7 +197,7 @@ class ProductOperation(Operation):
     """A product of the rows that `bind` set last."""
 
     def __init__(self, worker: ProductWorker, constants: Record, memory: object) -> None:
-        """`constants`: arguments that `bind` does not set; `memory`: owns what they point to."""
+        """`constants`: arguments that `bind` does not set; `memory`: owns the memory to which `constants` point."""
         super().__init__(worker.worker)
         self._memory, self._set_units = memory, worker.set_units
         for name in PRODUCT.names or ():

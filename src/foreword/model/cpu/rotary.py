@@ -1,7 +1,7 @@
 """From projections to attention in one pass: heads are normalised and rotated, keys and values go to their blocks.
 
-A row's bits depend on nothing but the row. torch needs about fifteen operations for this, each with a pass over memory,
-and two more to write keys and values.
+A row's bits depend on nothing but the row. torch needs about fifteen operations to normalise and rotate heads, each
+with a pass over memory, and two more to write keys and values.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ ROWS = record(
 )
 """The arguments of an operation on rows: addresses, and sizes in elements."""
 BFLOAT16 = 4
-"""Bit of `form`, beside the bits of norms: all numbers are bfloat16; without this bit, float32."""
+"""Another bit of `form`: all numbers are bfloat16; without this bit, float32."""
 GELU = 8
 """Bit of `form` of a gate: the tanh approximation of gelu; without this bit, silu."""
 Gate = Literal["silu", "gelu_tanh"]
@@ -141,7 +141,7 @@ class RowKernels:
         return width % LANES == 0 and dtype in (torch.bfloat16, torch.float32)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """The norm of `x` [..., width], in its shape."""
+        """The norm of `x` [..., width], of the same shape."""
         x = x.contiguous()
         output = torch.empty_like(x)
         self._of_thread.operation.set_norm(norm)
@@ -149,7 +149,7 @@ class RowKernels:
         return output
 
     def add_norm(self, x: Tensor, y: Tensor, norm: Norm, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """x + scale * y, both rounded to their type, and the norm of the sum; all in the shape of `x`."""
+        """Return x + scale * y and its norm, shaped as `x`. Product and sum are each rounded to the rows' type."""
         x, y = x.contiguous(), y.contiguous()
         total, output = torch.empty_like(x), torch.empty_like(x)
         self._of_thread.operation.set_norm(norm)

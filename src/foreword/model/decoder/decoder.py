@@ -56,7 +56,7 @@ class RowNorm:
         return (scales * normed).to(rows.dtype)
 
     def of_sum(self, x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return x + scale * y, both rounded to their type, and the norm of the sum."""
+        """Return x + scale * y, whose product and sum are each rounded to the rows' type, and the norm of the sum."""
         if self.norm is not None:
             return self._kernels.add_norm(x, y, self.norm, scale)
         total = x + (y if scale == 1.0 else y * scale)
@@ -348,7 +348,7 @@ class DecoderLayer:
         return RotaryKernel(shapes, query, key)
 
     def parts(self) -> LayerParts | None:
-        """Return this layer's parts for a program; None if programs lack the layer's formula or cannot run a part."""
+        """Return this layer's parts, for a program; None if programs lack the layer's formula or cannot run a part."""
         spec, heads, network = self._spec, self._heads, self._network
         has_own_norms = spec.head_norm == "all heads" and any(self._head_norms)
         if heads is None or has_own_norms or spec.parallel or isinstance(network, Experts):
@@ -369,7 +369,7 @@ def _normed(rows: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
 
 
 def _add_given(given: GivenRows, layer: int, rows: Tensor, normed: Tensor, norm: RowNorm | None) -> None:
-    """Add the numbers that pictures give this layer to their rows, in place; other rows keep their bits."""
+    """Add to the pictures' rows the terms that they have for this layer, in place; other rows keep their bits."""
     values = rows[given.places] + given.added[layer]
     rows[given.places] = values
     normed[given.places] = _normed(values, norm)

@@ -1,7 +1,7 @@
 """The written families: decoders that foreword computes itself. Each function gives the facts that differ from llama.
 
-A config field may change a model's results. If a config has a field that was not read here, and `_NO_MATTER` does not
-list it, the model runs in transformers' own modules.
+A config field may change a model's results. If a config has a field that no function here reads, and `_NO_MATTER` does
+not list it, the model runs in transformers' own modules.
 """
 
 from __future__ import annotations

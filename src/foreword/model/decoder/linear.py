@@ -245,7 +245,7 @@ class Embedding:
     """Looks up rows of a table by number. A table in codes stays in codes; a head with the same table shares them."""
 
     def __init__(self, table: Weight, head: Linear | None, dtype: torch.dtype) -> None:
-        """`head`: the product with this table, if the head is tied to it; `dtype`: the type of the rows."""
+        """`head`: the output head, if it multiplies by the same table, else None; `dtype`: the type of the rows."""
         self._dtype, self._coded, self._plain = dtype, None, None
         if isinstance(table, CodedRows) and CodedProduct.can_take(table):
             self._coded = CodedLinear([table], None) if head is None else head.coded

@@ -19,7 +19,7 @@ from foreword.model.passes import RowPadding
 from foreword.model.spec import DecoderSpec, NetworkNames
 
 Take = Callable[..., tuple[list[Weight], Tensor | None]]
-"""Names of products -> their weights, and their joined bias."""
+"""Returns the weights of the products that it is given by name, and their joined bias."""
 
 
 class Network:
@@ -39,7 +39,7 @@ class Network:
         return self._gate, self._down
 
     def __call__(self, rows: Tensor, count: int, deltas: LayerDeltas = NO_DELTAS) -> Tensor:
-        """Return results of rows [rows, width], same shape. Rows from `count` on are padding, computed too."""
+        """Return results of rows [rows, width], same shape. Rows from `count` on are padding, which is computed too."""
         return self._down(self._gate(rows, deltas.gate), deltas.down)
 
 
@@ -109,7 +109,7 @@ class Experts:
         return weights if spec.scale == 1.0 else weights * spec.scale, chosen
 
     def _of_best_groups(self, ranks: Tensor) -> Tensor:
-        """Ranks [rows, experts], with minus infinity for experts of groups that may not be chosen."""
+        """Return `ranks` [rows, experts], with minus infinity for experts of groups that may not be chosen."""
         spec, groups = self._spec, ranks.view(len(ranks), self._spec.groups, -1)
         of_groups = _sum_in_order(groups.topk(spec.group_best).values.transpose(1, 2))
         chosen = of_groups.topk(spec.chosen_groups).indices

@@ -1,7 +1,7 @@
 """Rotary embeddings from their facts: angles, tables of cosines and sines, and the rotation of heads.
 
 Frequencies are those of the papers, in float32 and in the order of operations that transformers uses, so that tables
-have the same bits.
+have the bits of transformers' tables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Rotary:
         self._axes = None if spec.axes is None else torch.tensor(spec.axes, device=device)
 
     def turns(self, positions: Tensor, dtype: torch.dtype) -> Turns:
-        """The tables of positions [rows] or [3, rows], in the type in which heads are turned."""
+        """The tables of positions [rows] or [3, rows], in the type in which heads are rotated."""
         positions = positions[:, None] if positions.dim() == 1 else positions[self._axes].T
         angles = positions[None].float() * self._frequencies
         doubled = torch.repeat_interleave(angles, 2, -1) if self.spec.interleaved else torch.cat((angles, angles), -1)
@@ -92,7 +92,7 @@ def _yarn(spec: RotarySpec, powers: Tensor, rope: Mapping[str, Any]) -> tuple[Te
     factor = rope.get("factor") or spec.max_positions / original
 
     def pair_of(num_turns: float) -> float:
-        """The pair that makes this number of turns in the original context."""
+        """The pair that rotates this number of full turns over the original context."""
         return spec.turned * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     first, last = pair_of(rope.get("beta_fast") or 32), pair_of(rope.get("beta_slow") or 1)

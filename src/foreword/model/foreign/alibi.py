@@ -72,7 +72,7 @@ class _Call:
         self.attend = ALL_ATTENTION_FUNCTIONS[name]
 
     def note(self, model: nn.Module, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        """Record the context; runs before each call of the model."""
+        """Record the context that a call of the model has. Runs before each call."""
         self.context = options.get("forward_context")
 
 
@@ -190,5 +190,5 @@ def _slopes(bias: Tensor) -> Tensor:
 
 
 AttentionInterface.register(BIASED_NAME, foreword_attention)
-# Models can convert this mask; `foreword_attention` does not read it.
+# Models get this mask because they convert masks; `foreword_attention` does not read it.
 AttentionMaskInterface.register(BIASED_NAME, lambda **_: torch.ones(1, 1, 1, 1, dtype=torch.bool))

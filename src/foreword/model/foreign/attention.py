@@ -86,7 +86,7 @@ AttentionInterface.register(ATTENTION_NAME, foreword_attention)
 
 EXPERTS_NAME = "foreword"
 ROW_MULTIPLE = 64
-"""An expert's rows are padded to a multiple of this: enough for equal bits, and for whole vectors of any width."""
+"""An expert's rows are padded to a multiple of this number: enough for equal bits, and whole vectors of any width."""
 
 
 def foreword_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def foreword_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
             continue  # a routing sentinel that means "no expert"
         pairs = torch.nonzero(chosen == expert).flatten()
         rows = nn.functional.pad(hidden_states[pairs // num_choices], (0, 0, 0, -len(pairs) % ROW_MULTIPLE))
-        # On a GPU the libraries choose by the number of rows how to multiply.
+        # On a GPU, the way in which the libraries multiply depends on the number of rows.
         parts = torch.split(rows, ROW_MULTIPLE if rows.is_cuda else len(rows))
         results[pairs] = torch.cat([_expert(module, expert, part) for part in parts])[: len(pairs)]
     weighted = results.view(num_tokens, num_choices, -1) * top_k_weights[..., None].to(results.dtype)

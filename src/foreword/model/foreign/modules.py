@@ -55,7 +55,7 @@ class PackedLinear(nn.Module):
 
 
 def stacked(linears: Sequence[nn.Linear]) -> tuple[list[Tensor], Tensor | None]:
-    """The weights of layers, and their joined bias; None if they have no bias."""
+    """Return the weights of `linears`, and the joined bias; None if the layers have no bias."""
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     return [linear.weight.detach() for linear in linears], torch.cat(biases) if biases else None
 
@@ -63,8 +63,9 @@ def stacked(linears: Sequence[nn.Linear]) -> tuple[list[Tensor], Tensor | None]:
 def pack_linears(module: nn.Module) -> int:
     """Replace every plain `nn.Linear` in `module` by a packed one, if this machine can; return their number.
 
-    Plain weights that nothing else holds are freed. An embedding that shares its weight with the output head keeps the
-    weight for lookups. The weight stays in the memory-mapped checkpoint, and the system loads only the rows in use.
+    Plain weights that nothing else holds are freed. If an embedding shares its weight with the output head, the plain
+    weight is kept for lookups: it stays in the memory-mapped checkpoint, of which the system loads only the rows in
+    use.
     """
     packed: dict[int, PackedLinear] = {}
     for path, child in list(module.named_modules(remove_duplicate=False)):

@@ -42,7 +42,7 @@ class Remembered:
 
 
 def probe_layers(model: FlatModel, config: PretrainedConfig) -> Remembered:
-    """Find out what a plain model's layers remember. Raises UnsupportedModelError if it cannot be served.
+    """Find out what a plain model's layers remember. Raises UnsupportedModelError if the model cannot be served.
 
     Call it before modules are packed: a probe copies some modules, and packed weights cannot be copied.
     """

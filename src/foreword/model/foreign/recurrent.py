@@ -1,7 +1,7 @@
 """Recurrent layers: each request runs alone, from its saved state, in cells of a fixed grid.
 
-A flattened batch would run one request's state into the next. So a recurrent module gets another `forward`, which calls
-the original once per cell, with a cache that holds only this request's state.
+In a flattened batch, one request's state would enter the next request. So a recurrent module gets another `forward`,
+which calls the original once per cell, with a cache that holds only this request's state.
 
 Cells end at multiples of the group's block size, where the state can be saved, and at the end of the prompt. A
 generated token is its own cell, even if a preempted request computes it again. So a request always has the same
@@ -83,7 +83,7 @@ class RecurrentForward:
         self._layout = layout
         self._module: Any = module
         self._scan_tokens: int | None = getattr(module, "chunk_size", None)
-        """The length of the pieces of the module's parallel scan, which pads sequences to a multiple."""
+        """The length of the pieces of the module's parallel scan, which pads sequences to a multiple of it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run each request's cells; without a StepCache, call the module's own code."""
@@ -170,7 +170,7 @@ class StateProbe:
                 self.calls[layer] = inspect.signature(module.forward).bind(*args, **kwargs)
 
     def problems(self) -> list[str]:
-        """List the modules that do not continue from a state as they would within a whole sequence.
+        """List the modules that do not continue from a saved state as they would within a whole sequence.
 
         Some modules of transformers use their state for single tokens only, and start from an empty state if there are
         several tokens.

@@ -58,7 +58,7 @@ def settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
 
 
 def attempt(run: Callable[[], Result], failure: str) -> Result | None:
-    """Return the result of `run`; log `failure` and return None if it raises, as a module with other arguments does."""
+    """Return the result of `run`. If it raises, as a module with other arguments does, log `failure`, return None."""
     try:
         return run()
     except Exception:

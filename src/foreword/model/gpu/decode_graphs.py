@@ -84,7 +84,7 @@ class DecodeGraphs:
         self.num_replays = 0
 
     def capture(self, sizes: Sequence[int]) -> None:
-        """Record steps of these sizes, padded as the runner pads. Raises RuntimeError if the device cannot."""
+        """Record steps of these sizes, padded as the runner pads. Raises RuntimeError if the device cannot record."""
         target = self._device.torch_device
         row_counts = sorted({self._runner.pad_rows(size) for size in sizes}, reverse=True)
         largest = self._plans(self._padding(), row_counts[0])
@@ -120,7 +120,7 @@ class DecodeGraphs:
         return self._logits[: step.num_rows]
 
     def _capture_size(self, size: int) -> Graph:
-        """Record one size, with a batch of padding."""
+        """Record a step of this size. Its batch is all padding."""
         batch = self._padding()
         host = torch.from_numpy(self._row_array(batch, size))
         self._rows[: host.numel()].copy_(host.view(-1))

@@ -133,7 +133,7 @@ class RunnerLimits:
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes to record: up to the first that holds `max_num_seqs` requests with their drafts."""
+        """The sizes to record: all sizes up to the smallest that holds `max_num_seqs` requests with their drafts."""
         return [
             size
             for before, size in zip((0, *self.decode_sizes), self.decode_sizes, strict=False)
@@ -279,7 +279,7 @@ class DeviceRunner(ModelRunner):
         return self._plan(batch, rows)
 
     def _plan_expected(self, batch: Batch, work: DecodeStep | list[ForwardPass]) -> list[ExpectedTokens]:
-        """For each pass, where to put the tokens that the previously launched batch samples."""
+        """Return, for each pass, the places of its tokens whose ids the previously launched batch samples."""
         if not len(batch.expected):
             return []
         passes: Sequence[DecodeStep | ForwardPass] = work if isinstance(work, list) else [work]

@@ -128,7 +128,7 @@ class Draws:
         return token_ids
 
     def draw_sorted(self, logits: Tensor) -> Tensor:
-        """`draw` in torch, with sorts of whole rows if any row is truncated."""
+        """`draw` in torch, with sorts of whole rows if top_k, top_p or min_p truncates any row."""
         starts = range(0, len(self.rows), ROWS_AT_A_TIME)
         pieces = [slice(start, start + ROWS_AT_A_TIME) for start in starts]
         return torch.cat([_draw_sorted(logits[self.rows[p]], self.options[p], self.is_cut) for p in pieces])

@@ -1,7 +1,7 @@
 """The results that leave a step: sampled tokens, and the log probabilities that requests ask for.
 
-The host plans a readout before the model runs, the device takes it from the logits, and the host reads it when the
-device is done.
+The host plans the results before the model runs, the device computes them from the logits, and the host reads them when
+the device is done.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LogitRows:
 
 
 def logit_rows(batch: Batch) -> LogitRows:
-    """Rows of the tokens after which entries sample, and of every prompt token that an entry reports on."""
+    """Rows of the tokens after which entries sample a token, and of every prompt token that an entry reports on."""
     entries = batch.entries
     ends = batch.query_starts[1:].astype(np.int64)
     lengths = ends - batch.query_starts[:-1]
@@ -66,7 +66,7 @@ class StepOutput:
 
     num_results: int
     entries: Rows
-    """The rows of the result that got a token, ascending."""
+    """Ascending indices of the results that got a token."""
     drawn: Drawn | None
     prompts: list[tuple[int, LogprobRows]]
     """Pairs of an entry and the reports on its prompt tokens."""
@@ -80,7 +80,7 @@ class StepOutput:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
 
     def read(self, packed: Int32s) -> BatchResult:
-        """The step's results, from `packed` as it reached the host."""
+        """Return the step's results. `packed`: the host's copy of what `packed()` returned."""
         result = BatchResult(np.zeros(self.num_results, np.int64))
         start = 0
         for number, report in self.prompts:
@@ -108,19 +108,19 @@ class PromptRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """The plan of the results that leave a step."""
+    """The plan of the results that a step sends to the host."""
 
     num_results: int
     entries: Rows
-    """Rows of the result that get a token, ascending."""
+    """Ascending indices of the results that get a token."""
     rows: Tensor | None
-    """[len(entries)] int64: the rows of logits of `entries`; None if these are all rows."""
+    """[len(entries)] int64: the rows of the logits from which `entries` get their tokens; None: all rows."""
     sampling: SamplingPlan | None
     prompts: list[PromptRows]
 
     @classmethod
     def make(cls, batch: Batch, needed: LogitRows, vocab: int, put: Put) -> Readout:
-        """Plan for the logits [rows, vocab] that `needed` names."""
+        """Plan the results of a step whose logits [rows, vocab] are those of the rows `needed`."""
         samples, counts = batch.entries.samples, batch.entries.num_drafts() + 1
         entries = samples.repeat(counts).nonzero()[0] if batch.entries.drafts else samples.nonzero()[0]
         lasts = _last_rows(needed.ends[samples], counts[samples]) if len(entries) < len(needed.rows) else None

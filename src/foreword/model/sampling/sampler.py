@@ -166,7 +166,7 @@ class Sampled:
         )
 
     def answered(self) -> list[tuple[Request, Int32s]]:
-        """For each row its request, and the drafts that count as the end of the request's answer."""
+        """For each row: its request, and the drafts that count as the last tokens of the request's answer."""
         drafts = self.drafts if self.drafts is not None else (_NO_TOKENS,) * len(self.requests)
         return list(zip(self.requests, drafts, strict=True))
 
@@ -197,7 +197,7 @@ class Drawn:
 
 
 class Reported(NamedTuple):
-    """Rows with the same kind of report about their tokens."""
+    """Rows whose requests ask for the same kind of report."""
 
     numbers: list[int]
     rows: Tensor
@@ -255,7 +255,7 @@ class SamplingPlan:
     reported: list[Reported]
     """Rows that report log probabilities."""
     has_labels_alone: bool
-    """Whether all rows have labels: nothing else is drawn, and logits may have the labels' columns alone."""
+    """Whether all rows have labels. Then only labels are drawn, and the logits may lack all other columns."""
 
     @classmethod
     def make(cls, sampled: Sampled, vocab: int, put: Put, columns: Int64Array | None = None) -> SamplingPlan:

@@ -1,1 +1,1 @@
-"""The halves of models that see. They turn pictures into rows, which enter a decoder's first layer."""
+"""The vision halves of models. They turn pictures into rows, which enter a decoder's first layer."""

@@ -41,11 +41,11 @@ class Vision(Protocol):
     sees_ahead: bool = False
     """Whether tokens of a picture see each other, also later tokens."""
     written_sign: tuple[str, str] | None = None
-    """The sign of a picture in chat templates, and the text by which transformers' processor replaces it in prompts."""
+    """A picture's placeholder in chat templates, and the text by which transformers' processor replaces it."""
 
     @property
     def sign_id(self) -> int:
-        """The token that chat templates write for a picture."""
+        """The placeholder token that chat templates write for a picture."""
         return self.token_id
 
     @property
@@ -63,7 +63,7 @@ class Vision(Protocol):
         """The text that stands in a prompt for a picture that is cut into this shape."""
 
     def grid(self, shape: Any) -> tuple[int, int] | None:
-        """Numbers of rows and columns that give a picture's tokens rotary positions; None: positions as in text."""
+        """Rows and columns of the grid that gives a picture's tokens rotary positions; None: positions as in text."""
         return None
 
     def without_weights(self) -> Self:
@@ -126,7 +126,7 @@ class PictureRows(NamedTuple):
 
 
 class EncodedPictures:
-    """The rows of the pictures that were shown last."""
+    """Encodes pictures, and keeps the rows of the pictures that were shown most recently."""
 
     def __init__(self, vision: Vision, form: RowsOfPictures, max_bytes: int) -> None:
         """`max_bytes`: most bytes of kept rows between steps. The picture used last stays even if it is larger, because
@@ -139,8 +139,9 @@ class EncodedPictures:
         """The tiers below; None: there are no tiers."""
         self._pictures: OrderedDict[Key, _EncodedTiles] = OrderedDict()
         self.num_bytes = self.num_encoded = self.num_rows = self.num_found_rows = self.num_loaded_rows = 0
-        """Bytes of kept rows; the number of pictures whose encoding began; and the numbers of rows that were encoded,
-        that steps found, and that were loaded."""
+        """The bytes of kept rows; the number of pictures whose encoding began; and the numbers of rows that were
+        encoded, that steps found in memory, and that tiers gave.
+        """
         self.seconds = 0.0
         """Seconds that encoding took."""
 
@@ -149,7 +150,7 @@ class EncodedPictures:
         return EncodedPictures(self.vision.without_weights(), self._form, 0)
 
     def counts(self) -> Counter[str]:
-        """Rows that were encoded, found in memory and loaded from a tier."""
+        """The numbers of rows that were encoded, found in memory, and loaded from a tier."""
         return Counter(encoder=self.num_rows, memory=self.num_found_rows, tier=self.num_loaded_rows)
 
     def missing(self, picture: Picture, rows: range, salt: str | Alone | None = None) -> list[range]:
@@ -181,7 +182,9 @@ class EncodedPictures:
         return rows
 
     def _make_room(self, in_use: set[Key]) -> None:
-        """Drop rows until the rest fits. Rows of requests that skip the cache go first: no other request finds them."""
+        """Drop rows until `max_bytes` holds the rest. Rows of requests that skip the cache go first: no other finds
+        them.
+        """
         for key in sorted(self._pictures, key=lambda key: key in in_use or not isinstance(key[0], Alone))[:-1]:
             if self.num_bytes <= self.max_bytes:
                 break
@@ -231,7 +234,7 @@ class EncodedPictures:
 
 
 def _name(key: Key, tile: range) -> str:
-    """The name of a tile in tiers: the salt of its owner, its picture's digest, and the picture's rows that it has."""
+    """The name of a tile in tiers: the salt of its owner, its picture's digest, and its range of the picture's rows."""
     return json.dumps(["picture", *key, tile.start, tile.stop])
 
 

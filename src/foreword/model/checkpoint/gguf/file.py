@@ -205,7 +205,7 @@ class GgufFile:
     """One file: its metadata, and where its tensors lie."""
 
     def __init__(self, path: Path) -> None:
-        """Read everything but the tensors' data. Raises UnsoundGgufError, or ModelLoadError for unknown blocks."""
+        """Read all but the tensors' data. Raises UnsoundGgufError, or ModelLoadError for unknown types of blocks."""
         self.path = path
         try:
             with path.open("rb") as file:
@@ -400,7 +400,7 @@ def _q8_0(b: Bytes) -> Codes:
 
 
 def _quarters(packed: Bytes) -> Bytes:
-    """[count, 64] -> [count, 256]: from each 32 bytes the lowest two bits, then the next two, and so on."""
+    """[count, 64] -> [count, 256]: from each 32 bytes, the lowest two bits of each byte, then the next two, etc."""
     halves = packed.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
     quarters: Bytes = (halves & 3).astype(np.uint8).reshape(-1, 256)
     return quarters

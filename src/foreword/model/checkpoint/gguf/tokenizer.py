@@ -125,7 +125,7 @@ class _Vocabulary:
         return ids
 
     def added(self) -> list[Json]:
-        """Tokens that are searched for before texts are split."""
+        """The tokens that the tokenizer searches for in a text before it splits the text."""
         return [
             {
                 "id": number,

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 FORM = 2
-"""The version of the folders' content. Raise it when the code is changed so that a file gives another content."""
+"""The version of the folders' content. Raise it when the same file gives a folder with different content."""
 UNUSED_S = 86_400.0
 """Seconds without use after which a folder may be removed."""
 
@@ -84,7 +84,7 @@ def _begins_as_one(path: Path) -> bool:
 
 
 def unfold(path: Path, *, with_tokenizer: bool = True) -> Path:
-    """Return the folder of a GGUF file, new or kept. `with_tokenizer`: whether the file's own tokenizer is wanted.
+    """Return the folder of a GGUF file, made now or earlier; `with_tokenizer`: whether it has the file's tokenizer.
 
     Raises UnsoundGgufError, ModelLoadError or UnsupportedModelError.
     """
