@@ -10,9 +10,9 @@ with one full layer (f) after every two sliding ones (s), twelve layers in all, 
     sliding       s 0    s 1  s 3  s 4     16 tokens of four others
     sliding       s 6    s 7  s 9  s 10    16 tokens of the last four
 
-A recurrent group's block holds one state of each of several layers, laid over the pages of all slots. If a state
-is larger than a block, blocks get more tokens until it fits. vLLM's hybrid allocator has the same scheme, except
-that its states must fit into a page of one layer.
+A recurrent group's block holds one state of each of several layers, divided among the pages of all slots. If a state is
+larger than a block, blocks get more tokens until it fits. vLLM's hybrid allocator has the same scheme, except that its
+states must fit into a page of one layer.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class LayoutOptions:
     If `state_block_size` is set, blocks keep `block_size` tokens, even if that wastes memory.
     """
     state_interval: int | None = None
-    """Tokens between two saved recurrent states; None: as many tokens as have KV of one state's size, but at least
-    `MIN_STATE_INTERVAL`.
+    """Tokens between two saved recurrent states; None: the number of tokens whose KV takes as many bytes as the states
+    of all layers, but at least `MIN_STATE_INTERVAL`.
     """
     max_tokens: int = 2**31
     """Tokens of the longest sequence. A window or chunk of at least this length is full attention."""
@@ -300,7 +300,7 @@ def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:
 
 
 def _block_multiples(kinds: Mapping[Kind, list[int]]) -> dict[Kind, int]:
-    """Kind -> its tokens per block, in block sizes: more if a token takes fewer bytes, so that pages are equal."""
+    """Kind -> tokens per block as a multiple of the block size: larger if a token takes fewer bytes (equal pages)."""
     most_keys, most_values = max((k[0] for k in kinds), default=0), max((k[1] for k in kinds), default=0)
     multiples = {}
     for kind in kinds:

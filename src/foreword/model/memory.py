@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of a device's memory, by what takes them."""
+    """The bytes of a device's memory, divided by what takes them."""
 
     total_bytes: int
     others_bytes: int

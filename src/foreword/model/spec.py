@@ -299,7 +299,7 @@ class DecoderSpec:
     def weights(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
         """The shapes of the weights that a checkpoint must have, and of those that it may have, by their names.
 
-        The second group has the biases of products, and the output head if it equals the embedding.
+        The second mapping has the biases of products, and the output head if it equals the embedding.
         """
         table = (self.vocab_size, self.hidden_size)
         must: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table, "model.norm.weight": table[1:]}

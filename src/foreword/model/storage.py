@@ -58,7 +58,7 @@ class KVStorage:
         self._slots = [(pages(layout.key_page_bytes), pages(layout.value_page_bytes)) for _ in range(layout.num_slots)]
         self._pages = [*(pages for slot in self._slots for pages in slot), pages(layout.state_page_bytes)]
         self._kernels: TritonBlocks | None = None
-        """The kernels that write and copy blocks; None: plain torch does it."""
+        """The kernels that write and copy blocks; None: torch's own operations write and copy them."""
         if writes_with_triton(device) if compiled is None else compiled:
             from foreword.kernels.triton.blocks import TritonBlocks
 

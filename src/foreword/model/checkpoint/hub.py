@@ -180,7 +180,7 @@ def _snapshots(repository: str, revision: str | None) -> list[Path]:
 
 
 def choose(names: Iterable[str], model: str, kind: str | None) -> list[str]:
-    """Choose the files of a type, in order. `kind`: the type; None: the usual type. Raises ModelLoadError."""
+    """Choose the files of type `kind`, in order; None: `USUAL`, or else the only model. Raises ModelLoadError."""
     models: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.endswith(".gguf") and not any(part in name.rpartition("/")[2] for part in _SIDE_FILES):

@@ -56,7 +56,7 @@ class StoredModel:
 
 
 def read_stored(options: ModelConfig) -> StoredModel:
-    """Open a folder on this machine for the CPU. Raises UnreadableError."""
+    """Open the model in a folder on this machine, to run it on the CPU. Raises UnreadableError."""
     folder, device = Path(options.model), torch.device("cpu")
     if options.device != "cpu":
         raise UnreadableError(f"device={options.device!r}")
@@ -113,8 +113,8 @@ def read_stored(options: ModelConfig) -> StoredModel:
 def _fits(folder: Path, places: Mapping[str, Place], files: Sequence[Path]) -> bool:
     """Whether weights in 12 bits each take at most `EXPANDED_SHARE` of the memory, or at most the bytes of their files.
 
-    If they take more, a log line says so. The limit is a share of all memory, not of the free memory: otherwise the
-    type of rows, and so the bits of answers, would depend on the free memory.
+    If the weights take more, a log line says so. The limit is a share of all memory, not of the free memory: otherwise
+    the type of rows, and so the bits of answers, would depend on the free memory.
     """
     num_bytes, total = 3 * sum(math.prod(place.shape) for place in places.values()) // 2, total_cpu_bytes()
     if num_bytes <= max(EXPANDED_SHARE * total, sum(path.stat().st_size for path in files)):

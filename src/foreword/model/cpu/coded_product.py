@@ -27,7 +27,7 @@ from foreword.model.cpu.product import thread_memory
 from foreword.model.cpu.row_functions import ALONE_ELEMENTS
 
 FILLED = 1 << 18
-"""The number of weights that a thread expands or packs at once. Memory of larger arrays would be cleared each time."""
+"""The number of weights that a thread expands or packs at once. The system would clear larger arrays each time."""
 ALONE_OPERATIONS = 1 << 18
 """The calling thread alone computes a product of fewer multiplications, because waking other threads takes longer."""
 HAS_INSTRUCTIONS = coded_worker.HAS_INSTRUCTIONS

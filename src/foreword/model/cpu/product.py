@@ -45,7 +45,7 @@ ALONE_OPERATIONS = 1 << 19
 
 
 class CompactProduct:
-    """A product with packed weights: rows [..., in_features] to [..., out_features], half as many if gated."""
+    """A product with packed weights: rows [..., in_features] to [..., out_features], or out_features / 2 if gated."""
 
     format = "12 bits"
     dtype = torch.bfloat16
@@ -164,7 +164,7 @@ class CompactProduct:
         return self._run(operation, rows, width)[..., self._columns()]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """The product of bfloat16 rows, with the bias. Raises RuntimeError, as torch does."""
+        """The product of bfloat16 rows, with the bias. Raises RuntimeError, as torch, for another type or width."""
         return self._run(self._of_thread.operation, rows, self.width)
 
     def of_heads(self, rows: Tensor, target: Tensor) -> None:

@@ -253,7 +253,7 @@ class Embedding:
             self._plain = table if isinstance(table, Tensor) else table.plain(dtype)
 
     def __call__(self, numbers: Tensor) -> Tensor:
-        """Return the rows [rows, width] with these numbers [rows]."""
+        """Return the table's rows [rows, width] with these numbers [rows]."""
         if self._coded is not None:
             return self._coded.rows(numbers).to(self._dtype)
         assert self._plain is not None

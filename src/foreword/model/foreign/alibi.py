@@ -32,7 +32,7 @@ _BIASES = ("alibi", "position_bias")
 _SCALES = ("inv_norm_factor", "softmax_scale")
 """Names under which attention modules keep the factor of their scores."""
 _INPUT_SIZES = (1.0, 1e3)
-"""Sizes of random rows; rows of the larger size reach the limit that clips queries, keys and values."""
+"""Standard deviations of random rows; with the larger one, rows reach the limit that clips queries, keys and values."""
 
 
 def use_slopes(model: PreTrainedModel) -> None:
@@ -133,7 +133,7 @@ class BiasFormula:
         return all(error is not None and error <= ROUNDING for error in errors)
 
     def _error(self, module: Any, size: float) -> float:
-        """The relative difference between module and formula on random rows of this size."""
+        """The relative difference between module and formula on random rows; `size`: their standard deviation."""
         linear, inputs = getattr(module, self.project), RandomInputs()
         device = linear.weight.device
         rows, residual = (inputs.rows(1, NUM_ROWS, linear.in_features).to(device) for _ in range(2))

@@ -34,7 +34,7 @@ class Event(Protocol):
         """Whether the device has passed this point."""
 
     def synchronize(self) -> None:
-        """Return when the device has passed this point."""
+        """Return when the device has passed this point of its queue."""
 
 
 class Graph(Protocol):

@@ -496,4 +496,4 @@ BLOCKS: Mapping[int, Blocks] = {
     30: _type("BF16", 1, 2, _whole),
     39: _type("MXFP4", 32, 17, _mxfp4),
 }
-"""Number of a type in files -> the type."""
+"""Number by which files name a type of blocks -> the type."""

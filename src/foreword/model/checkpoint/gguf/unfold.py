@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 FORM = 2
-"""The version of the folders' content. Raise it when the same file gives a folder with different content."""
+"""The version of the folders' content. Raise it when a change of code gives a file a folder with different content."""
 UNUSED_S = 86_400.0
 """Seconds without use after which a folder may be removed."""
 
