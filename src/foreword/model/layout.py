@@ -300,7 +300,7 @@ def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:
 
 
 def _block_multiples(kinds: Mapping[Kind, list[int]]) -> dict[Kind, int]:
-    """Kind -> tokens per block as a multiple of the block size: larger if a token takes fewer bytes (equal pages)."""
+    """Kind -> tokens per block, in block sizes; more if a token takes fewer bytes, so that pages are equally large."""
     most_keys, most_values = max((k[0] for k in kinds), default=0), max((k[1] for k in kinds), default=0)
     multiples = {}
     for kind in kinds:
