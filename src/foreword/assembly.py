@@ -401,11 +401,12 @@ def _limits(
     max_positions = model.max_positions - len(config.cache.sink_token_ids)
     max_model_len = _max_model_len(config, max_positions, manager)
     longer_by = "raise max_model_len" if config.model.max_model_len else "give the cache more memory"
+    ends = model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset())
     return ModelLimits(
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         longer_by=None if max_model_len == max_positions else longer_by,
-        eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+        eos_token_ids=frozenset(token for token in ends if 0 <= token < model.vocab_size),  # -1: no end token
         allows_links=model.can_link(layout),
         hidden_size=model.hidden_size,
         picture_token_id=None if model.pictures is None else model.pictures.vision.token_id,

@@ -178,6 +178,13 @@ def test_an_adapter_in_the_folder_counts_and_so_does_what_it_is_added_to(
     assert len({plain, before, changed, digest(adapter, remembered)}) == 4
 
 
+@pytest.mark.parametrize("index", ["[]", '{"weight_map": []}', '{"weight_map": {"a": 5}}', "[" * 100_000])
+def test_an_index_that_makes_no_sense_is_left_to_the_loader(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with WeightsDigest(ModelConfig(str(tmp_path))):
+        pass
+
+
 def test_without_files_there_is_no_digest(tmp_path: Path) -> None:
     with WeightsDigest(ModelConfig(str(tmp_path))) as weights:
         assert weights.hex() is None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foreword.errors import ModelLoadError
 from foreword.model.checkpoint.picture_models import text_values
 from foreword.model.checkpoint.tensors import UnreadableError
 
@@ -185,6 +186,8 @@ _NEVER_NULL = (
 """Fields that change no result, and that transformers refuses if they are null."""
 _THETA = {"smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}
 """`model_type` -> the base of rotary angles, if it is not 10,000."""
+MOST_LAYERS = 4096
+"""Most layers of a model: a list of more layers might not fit into memory, whatever the file has."""
 MOST_EXPERTS = 4096
 """Most experts of a layer: a file may not ask for more names than this."""
 _ROPE_NEEDS = {
@@ -203,7 +206,7 @@ def read_raw(folder: Path) -> Mapping[str, Any]:
         raw: Mapping[str, Any] = json.loads((folder / "config.json").read_bytes())
         raw.get("model_type")
         return raw
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UnreadableError(f"a config.json that cannot be read ({error})") from error
 
 
@@ -216,7 +219,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config, as transformers' config of the family has them. Raises UnreadableError."""
+    """The fields of a config, as transformers' config of the family has them. Raises UnreadableError.
+
+    Raises ModelLoadError for a number of layers that nobody can read.
+    """
     family = raw.get("model_type")
     defaults = _DEFAULTS.get(str(family))
     if defaults is None:
@@ -230,6 +236,11 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     for name in _SIZES:
         if type(values.get(name)) is not int or values[name] < 1:
             raise UnreadableError(f"config field {name}={values.get(name)!r}")
+    if values["num_hidden_layers"] > MOST_LAYERS:
+        raise ModelLoadError(
+            f"config.json has num_hidden_layers={values['num_hidden_layers']!r:.40}, and at most {MOST_LAYERS} are read; "
+            "correct it"
+        )
     for name, default in defaults.items():
         _check(name, values[name], default)
     number = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in values]

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 
 from foreword.config import Dtype, ModelConfig
-from foreword.errors import ConfigError, first_line
+from foreword.errors import ConfigError, ModelLoadError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,15 @@ def max_positions(text: Any) -> int:
 
     Some rotary embeddings change the angles of all positions when a sequence exceeds a certain length. Then the KV of a
     cached prefix would no longer be right, so that length is the limit of such models.
+    Raises ModelLoadError for a length that is none.
     """
     names = ("max_position_embeddings", "max_seq_len")
-    longest = min((int(limit) for name in names if (limit := getattr(text, name, None))), default=2**20)
+    longest = min((_length(name, limit) for name in names if (limit := getattr(text, name, None))), default=2**20)
     parameters = getattr(text, "rope_parameters", None) or {}
     flat = parameters if "rope_type" in parameters else next(iter(parameters.values()), {})
     if isinstance(flat, dict) and flat.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-        original = int(flat.get("original_max_position_embeddings") or longest)
+        name = "original_max_position_embeddings"
+        original = _length(name, flat.get(name) or longest)
         if original < longest:
             logger.warning(
                 "%s rotary embeddings change beyond %d tokens; max_model_len is limited to that",
@@ -73,6 +75,18 @@ def max_positions(text: Any) -> int:
     return longest
 
 
+def _length(name: str, value: Any) -> int:
+    if type(value) not in (int, float) or not 1 <= value < 2**31:
+        raise ModelLoadError(f"config.json has {name}={value!r:.60}, which is no number of tokens; correct it")
+    return int(value)
+
+
 def token_ids(value: Any) -> frozenset[int]:
-    """The tokens in a field that names one end token, a list of end tokens, or null."""
-    return frozenset(value if isinstance(value, list) else [] if value is None else [value])
+    """The tokens in a field that names one end token, a list of end tokens, or null. Raises ModelLoadError."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise ModelLoadError(
+            f"the model's files have eos_token_id={value!r:.60}, which is neither a token's number nor a list of "
+            "numbers; correct config.json and generation_config.json"
+        )
+    return frozenset(ids)

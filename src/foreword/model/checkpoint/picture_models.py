@@ -136,8 +136,8 @@ def _three_positions(text: dict[str, Any]) -> dict[str, Any]:
 def refuse_other_form(folder: Path, reason: Exception) -> None:
     """Raise UnsupportedModelError if the model in `folder` takes pictures, because no other code runs such a model."""
     try:
-        kind = json.loads((folder / "config.json").read_bytes()).get("model_type")
-    except (OSError, ValueError, AttributeError):
+        kind = str(json.loads((folder / "config.json").read_bytes()).get("model_type"))
+    except (OSError, ValueError, AttributeError, RecursionError):
         return
     if kind in PICTURE_MODELS:
         raise UnsupportedModelError(

@@ -181,7 +181,7 @@ def _load_config(options: ModelConfig) -> PretrainedConfig:
                 f"supported are {SUPPORTED}"
             ) from error
         raise ModelLoadError(f"the config of model {name!r} cannot be read: {first_line(error)}") from error
-    except (StrictDataclassError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except (StrictDataclassError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise ModelLoadError(
             f"the config of model {name!r} cannot be read: {' '.join(str(error).split())}; correct config.json"
         ) from error
@@ -241,7 +241,7 @@ def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.d
             f"the weights of model {options.model!r} are damaged or truncated ({first_line(error)}); download them "
             "again"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise UnsupportedModelError(
             f"model {options.model!r} ({getattr(config, 'model_type', '?')}) cannot run with foreword's attention: "
             f"{first_line(error)}; supported are {SUPPORTED}"

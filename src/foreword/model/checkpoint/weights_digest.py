@@ -102,7 +102,7 @@ class WeightsDigest:
     def __enter__(self) -> WeightsDigest:
         folder = Path(self._options.model)
         if folder.is_dir():  # files of the hub's client do not change, and may not be there yet
-            with contextlib.suppress(OSError):  # the loader says what is wrong with a folder
+            with contextlib.suppress(OSError, TypeError, AttributeError):  # the loader says what is wrong with a folder
                 self._start(weight_files(folder))
         return self
 
@@ -189,7 +189,7 @@ def _hub_folder(options: ModelConfig) -> Path:
 
 def _json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if there is no such object."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         fields = json.loads(path.read_bytes())
         return fields if isinstance(fields, dict) else {}
     return {}
