@@ -37,6 +37,7 @@ from foreword.config import (
     UserFile,
     let_threads_rest,
     user_cache_folder,
+    user_path,
 )
 from foreword.engine import BlockKeys, Engine, ModelLimits, OtherIdentity, TextTools, TierDirector
 from foreword.engine.keeper import EntryFile
@@ -304,7 +305,7 @@ def open_tiers(config: EngineConfig) -> list[Tier]:
     with ExitStack() as undo:
         if options.cache_dir is not None:
             disk = DiskOptions(budget_bytes=options.cache_disk_bytes, key_file=_path(options.cache_key_file))
-            tiers.append(DiskTier(Path(options.cache_dir).expanduser(), disk))
+            tiers.append(DiskTier(user_path(options.cache_dir), disk))
             undo.callback(tiers[0].close, 0.0)
         if options.cache_store is not None:
             store = StoreOptions(ttl_s=options.cache_store_ttl_s, mac_key_file=_path(options.cache_store_key_file))
@@ -353,7 +354,7 @@ def _host_tier(options: TierConfig, model: LoadedModel, memory: BlockBytes, num_
 
 
 def _path(name: str | None) -> Path | None:
-    return None if name is None else Path(name).expanduser()
+    return None if name is None else user_path(name)
 
 
 def _check_whole(options: SchedulerConfig, most_whole: int) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreword import __version__
-from foreword.config import Environment, engine_options, let_threads_rest
+from foreword.config import Environment, engine_options, let_threads_rest, user_path
 from foreword.config.flags import Flags, grouped, unknown_argument, with_hyphens
 from foreword.config.option import options_of, pop_fields
 from foreword.config.vllm import ENGINE_OPTIONS, SERVER_OPTIONS
@@ -330,7 +330,7 @@ def _export(args: argparse.Namespace, options: dict[str, Any]) -> int:
         raise InvalidRequestError(f"{len(prompts)} prompts are given, and a file holds one; give one")
     from foreword.tiers.prefix_file import check_target
 
-    check_target(args.file.expanduser(), overwrite=args.overwrite)  # before minutes of loading
+    check_target(user_path(args.file), overwrite=args.overwrite)  # before minutes of loading
     with _load(model or args.given_model, options) as llm:
         report = llm.export_prefix(prompts[0], args.file, with_text=args.with_text, overwrite=args.overwrite)
     print(f"wrote {args.file}: {report.tokens:,} tokens in {report.blocks:,} blocks, {report.bytes:,} bytes")

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import KeyedSpan
+from foreword.config import user_path
 from foreword.engine import Prompt
 from foreword.errors import InvalidRequestError, PromptTooLongError, TooManyPicturesError
 from foreword.request import HeldBytes, PlacedPicture
@@ -434,7 +435,7 @@ def picture_file(source: Any) -> PictureFile:
         return PictureFile(source)
     if isinstance(source, str | Path):
         try:
-            with Path(source).expanduser().open("rb") as file:
+            with user_path(source).open("rb") as file:
                 return PictureFile(file.read(MAX_FILE_BYTES + 1))
         except (OSError, ValueError) as error:
             raise InvalidRequestError(f"the picture {str(source)!r:.100} cannot be read: {error}") from error

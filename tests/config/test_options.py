@@ -15,16 +15,20 @@ import pytest
 
 from doors import arguments_of, command_line
 from foreword import LLM, cli
-from foreword.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, engine_options
+from foreword.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, engine_options, user_path
 from foreword.config.engine import EngineKeywords
 from foreword.config.flags import DEVELOPER_OPTIONS, GROUPS, Flags, example, grouped
 from foreword.config.option import Option, options_of
 from foreword.config.sizes import format_bytes, parse_bytes
 from foreword.config.vllm import ENGINE_OPTIONS, RENAMED, SERVER_OPTIONS
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.fleet.options import FleetConfig
 from foreword.log_lines import LogConfig
+from foreword.model.checkpoint.generation import recommended_sampling
+from foreword.model.checkpoint.gguf.unfold import find_gguf
+from foreword.pictures import picture_file
 from foreword.server.options import ServerConfig
+from foreword.text.reply import choose_format
 
 
 def command(*names: str) -> argparse.ArgumentParser:
@@ -361,3 +365,17 @@ def test_an_empty_config_file_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_list_is_read_from_one_text_too() -> None:
     assert Option("sink_token_ids", tuple[int, ...], (), "").read("1,2") == (1, 2)
+
+
+def test_the_home_folder_of_an_unknown_user_stays_in_a_path() -> None:
+    name = "~nobody-has-this-name/file"
+    assert user_path(name) == Path(name)
+    assert user_path("~/file") == Path.home() / "file"
+    with pytest.raises(ConfigError, match=name):
+        recommended_sampling(ModelConfig("m", generation_config=name))
+    with pytest.raises(ConfigError, match=name):
+        choose_format(name, None, None)
+    with pytest.raises(InvalidRequestError, match=name):
+        picture_file(name)
+    with pytest.raises(ModelLoadError, match=name):
+        find_gguf(f"{name}.gguf")

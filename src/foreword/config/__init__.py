@@ -25,3 +25,4 @@ from foreword.config.engine import (
 )
 from foreword.config.engine import EventsConfig as EventsConfig
 from foreword.config.user_file import UserFile as UserFile
+from foreword.config.user_file import user_path as user_path

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword.config.option import Option, read_options
+from foreword.config.user_file import user_path
 from foreword.config.vllm import RENAMED, VllmOption
 from foreword.errors import ConfigError
 
@@ -159,7 +160,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if parse is None:
         raise ConfigError(f"config={str(path)!r} has no known ending; use {', '.join(_PARSERS)}")
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
+        text = user_path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config={str(path)!r} cannot be read as UTF-8 text: {error}") from error
     try:

@@ -18,6 +18,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from foreword.config.sizes import format_bytes, parse_bytes
+from foreword.config.user_file import user_path
 from foreword.config.vllm import RENAMED, VllmOption, check_vllm_option
 from foreword.errors import ConfigError
 
@@ -220,7 +221,7 @@ def _from_text(option: Option, kind: Any, text: str) -> Any:
             what = " or ".join(("an integer" if kind is int else "a number", *option.words))
             raise ConfigError(f"{option.name}={text!r} is not {what}") from None
     if kind is Path:
-        return Path(text).expanduser()
+        return user_path(text)
     return _chosen(option, text) if option.choices else text
 
 
@@ -235,7 +236,7 @@ def _chosen(option: Option, text: str) -> str:
 def _checked(option: Option, kind: Any, value: Any) -> Any:
     """Check the type of a value and convert it, or raise ConfigError. Configuration classes check ranges."""
     if kind is Path and isinstance(value, str | Path):
-        return Path(value).expanduser()
+        return user_path(value)
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and isinstance(value, Integral) and not isinstance(value, bool):

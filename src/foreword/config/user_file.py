@@ -17,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """A path with the home folder in place of "~". The "~" of an unknown user stays, so that errors name the path."""
+    return Path(os.path.expanduser(path))
+
+
 @dataclass(frozen=True, slots=True)
 class UserFile:
     """The newest `most_entries` entries by name."""

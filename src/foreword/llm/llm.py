@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from foreword.assembly import Assembled, assemble, load_grammars
 from foreword.cache import ExtraKeys, LookupExplanation, NumberedEvent
-from foreword.config import EngineConfig
+from foreword.config import EngineConfig, user_path
 from foreword.config.engine import EngineKeywords, signature
 from foreword.engine import CacheReport, Engine, Keep, ModelLimits, Prompt, run_all
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
@@ -546,7 +546,7 @@ class LLM:
         cannot be written.
         """
         check_shareable(self.config.cache)
-        target, checked = Path(path).expanduser(), self._prompt(prompt, lora_request=lora_request)
+        target, checked = user_path(path), self._prompt(prompt, lora_request=lora_request)
         check_target(target, overwrite=overwrite)
         least, length = self.layout.hit_granularity, len(checked.token_ids)
         if length < least:

@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from foreword.config import user_path
 from foreword.errors import ConfigError, PMLError
 from foreword.pml.check import MOST_NEIGHBOURS, Row, SchemaReport, report_on
 from foreword.pml.library import Library, load_schema
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run with parsed arguments."""
     for file, what in ((args.file, "a schema of prompt modules"), (args.prompt, "a prompt of the schema")):
-        if file is not None and not file.expanduser().is_file():
+        if file is not None and not user_path(file).is_file():
             raise ConfigError(f"{str(file)!r} is not a file; name {what}")
     if args.prompt is not None and args.model is None:
         raise ConfigError("--prompt needs --model, whose tokenizer counts tokens; give both")

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foreword import LLM, __version__
+from foreword.config import user_path
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.linking import EXACT, MeasuredLinks, Method, Rightness, Z
 from foreword.modules.questions import EDIT, EDIT_LEAK, TASK_NAMES, Asked, Questions
@@ -324,7 +325,7 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
         print_table(tallies_of, Console())
     is_saved = args.save is not None and not any(cell.counts or cell.is_edit for cell in failing)
     if is_saved:
-        _saved(tallies_of, model_id, report).write(args.save.expanduser())
+        _saved(tallies_of, model_id, report).write(user_path(args.save))
     if failed:
         raise ConfigError(
             f"`all`, the plain prompt, is right in {'; '.join(failed)}, less than {LEAST_RIGHT:.0%}: nothing shows "
@@ -380,7 +381,7 @@ def _numbers(name: str, texts: Sequence[str]) -> list[int]:
 
 def _check_save(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
     """Raise ConfigError before anything runs if the results could not be saved."""
-    path = args.save.expanduser()
+    path = user_path(args.save)
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"--save {str(args.save)!r} cannot be written; name a file in a folder that exists")
     if set(args.methods) <= {EXACT} and not args.gaps:

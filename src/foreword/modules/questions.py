@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from foreword.config import user_path
 from foreword.demo.recall import Fact
 from foreword.demo.tasks import TASKS, Case, draw
 from foreword.errors import ConfigError, InvalidRequestError
@@ -151,7 +152,7 @@ class Questions:
     def read_file(self, path: Path) -> list[Asked]:
         """Read the prompts of a file of JSON lines. Raises ConfigError, with the line's number."""
         try:
-            lines = path.expanduser().read_text(encoding="utf-8").split("\n")  # texts may have other ends of lines
+            lines = user_path(path).read_text(encoding="utf-8").split("\n")  # texts may have other ends of lines
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ConfigError(f"--prompts {str(path)!r} cannot be read: {reason}") from error

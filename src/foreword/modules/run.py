@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword import LLM
-from foreword.config import engine_options
+from foreword.config import engine_options, user_path
 from foreword.config.flags import Flags, grouped
 from foreword.config.vllm import ENGINE_OPTIONS
 from foreword.errors import ConfigError, PMLError
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Run with parsed arguments; `options` are the engine's."""
     check_model(options)
     for file in (args.file, *(() if looks_like_xml(args.prompt) else (Path(args.prompt),))):
-        if not file.expanduser().is_file():
+        if not user_path(file).is_file():
             raise ConfigError(
                 f"{str(file)!r} is not a file; name one, or give a prompt's text, which begins with <prompt"
             )

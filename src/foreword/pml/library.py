@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,7 +92,7 @@ class LoadedSchema:
 
     def read_prompt(self, file: str | Path) -> SchemaPrompt:
         """Make the prompt of a PML file. Raises PMLError, with file, line and column."""
-        content = _read(Path(file).expanduser(), MAX_BYTES, Place(str(file)))
+        content = _read(Path(os.path.expanduser(file)), MAX_BYTES, Place(str(file)))
         return self._composed(read_prompt(content, str(file)), Placing())
 
     def _composed(self, prompt: ModulePrompt, placing: Placing) -> SchemaPrompt:
@@ -157,9 +158,9 @@ def load_schema(source: str | Path, include: str | Path | None = None) -> Schema
         num_bytes = len(source.encode("utf-8", "surrogatepass"))
     else:
         name = str(source)
-        content = _read(Path(source).expanduser(), MAX_BYTES, Place(name))
+        content = _read(Path(os.path.expanduser(source)), MAX_BYTES, Place(name))
         num_bytes = len(content)
-    folder = None if include is None else Path(include).expanduser()
+    folder = None if include is None else Path(os.path.expanduser(include))
     if folder is not None and not folder.is_dir():
         raise PMLError(f"include={str(include)!r} is no folder; name the one that holds the files of src")
     return read_schema(content, name, _Included(folder, MAX_BYTES - num_bytes).read)

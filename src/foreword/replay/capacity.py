@@ -10,10 +10,9 @@ import logging
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from foreword.config import Dtype
+from foreword.config import Dtype, user_path
 from foreword.config.sizes import parse_bytes
 from foreword.errors import ConfigError, ModelLoadError
 
@@ -71,7 +70,7 @@ def read_model_config(model: str, dtype: Dtype = "auto") -> dict[str, Any]:
     Adds `IS_EXPANDED` if the model's KV could be latent but `serve` with this `dtype` would expand it. This is checked
     only if torch is installed and the folder has the weights.
     """
-    folder = Path(model).expanduser()
+    folder = user_path(model)
     path = folder / "config.json" if folder.is_dir() else folder
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from foreword.config import KVCacheDtype, SchedulerConfig
+from foreword.config import KVCacheDtype, SchedulerConfig, user_path
 from foreword.errors import ConfigError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity, parse_with_unit, read_model_config
 from foreword.replay.lines import PromptEncoder
@@ -245,7 +245,7 @@ def _capacities(text: str, block_tokens: int, bytes_per_token: int | None) -> li
 
 def _tokenizer(args: argparse.Namespace) -> PromptEncoder | None:
     folder = args.tokenizer or args.model
-    if folder is None or not Path(folder).expanduser().is_dir():
+    if folder is None or not user_path(folder).is_dir():
         if args.tokenizer is not None:
             raise ConfigError(f"--tokenizer {args.tokenizer!r} is no folder; give that of the model's tokenizer")
         return None

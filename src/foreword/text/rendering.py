@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -18,6 +17,7 @@ import regex
 from jinja2 import TemplateSyntaxError
 
 from foreword.cache import common_length
+from foreword.config import user_path
 from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError, one_line
 from foreword.text.conversation import (
     Conversation,
@@ -169,7 +169,7 @@ class Renderer:
         source = template
         if "\n" not in template and "{" not in template:
             try:
-                source = Path(template).expanduser().read_text(encoding="utf-8")
+                source = user_path(template).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"chat_template={template!r} cannot be read as UTF-8 text: {error}") from error
         try:

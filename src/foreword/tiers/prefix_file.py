@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from foreword.config import CacheConfig
+from foreword.config import CacheConfig, user_path
 from foreword.errors import ConfigError
 from foreword.tiers.disk.files import RealFiles, close_quietly, opened, read_fully, write_fully
 from foreword.tiers.disk.segments import (
@@ -225,7 +225,7 @@ class PrefixFile(AbstractContextManager["PrefixFile"]):
 
     def __init__(self, files: RealFiles, path: Path) -> None:
         self.path, self._files = path, files
-        real = Path(os.path.realpath(path.expanduser()))
+        real = Path(os.path.realpath(user_path(path)))
         try:
             self._fd = files.open_for_reading(real)
         except OSError as error:
@@ -364,7 +364,7 @@ def write_prefix_file(files: RealFiles, path: Path, facts: Facts, run: BlockRun,
 
     `facts`: the facts of `manifest_facts`, with `keys` and `num_tokens`. After an error the path is as it was.
     """
-    path = path.expanduser()
+    path = user_path(path)
     check_target(path, overwrite=overwrite)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     try:

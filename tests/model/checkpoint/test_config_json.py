@@ -97,7 +97,7 @@ DEEP = "[" * 100_000
         ({"num_attention_heads": 0}, "cannot"),
         ({"text_config": []}, "cannot"),
         ({"model_type": {"a": 1}}, "cannot"),
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000, and at most 4096 are read"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000; at most 4096 are read"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2, "original_max_position_embeddings": "x"}},
             "original_max_position_embeddings='x', which is no number of tokens",

@@ -233,14 +233,7 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     null = [name for name in _NEVER_NULL if name in raw and raw[name] is None]
     if null:
         raise UnreadableError(f"config field {null[0]}=None")
-    for name in _SIZES:
-        if type(values.get(name)) is not int or values[name] < 1:
-            raise UnreadableError(f"config field {name}={values.get(name)!r}")
-    if values["num_hidden_layers"] > MOST_LAYERS:
-        raise ModelLoadError(
-            f"config.json has num_hidden_layers={values['num_hidden_layers']!r:.40}, and at most {MOST_LAYERS} are read; "
-            "correct it"
-        )
+    _check_sizes(values)
     for name, default in defaults.items():
         _check(name, values[name], default)
     number = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in values]
@@ -259,6 +252,17 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     _set_rope(str(family), values)
     _set_layers(str(family), values)
     return values
+
+
+def _check_sizes(values: Mapping[str, Any]) -> None:
+    """Raise UnreadableError for a size that is none, and ModelLoadError for a number of layers that nobody can read."""
+    for name in _SIZES:
+        if type(values.get(name)) is not int or values[name] < 1:
+            raise UnreadableError(f"config field {name}={values.get(name)!r}")
+    if (count := values["num_hidden_layers"]) > MOST_LAYERS:
+        raise ModelLoadError(
+            f"config.json has num_hidden_layers={count!r:.40}; at most {MOST_LAYERS} are read, correct it"
+        )
 
 
 def _check(name: str, value: Any, default: Any) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 from pathlib import Path
 
-from foreword.config import ModelConfig
+from foreword.config import ModelConfig, user_path
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.model.checkpoint.hub import file_of
 from foreword.request import SamplingParams
@@ -54,7 +54,7 @@ def _find(options: ModelConfig) -> Path | None:
     if source in ("none", "vllm"):  # vLLM's name for its own plain sampling
         return None
     if source != "auto":
-        path = Path(source).expanduser()
+        path = user_path(source)
         path = path / FILE_NAME if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(

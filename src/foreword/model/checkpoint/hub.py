@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from foreword.config import ModelConfig
+from foreword.config import ModelConfig, user_path
 from foreword.errors import ModelLoadError, first_line
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def is_hub_name(name: str) -> bool:
     """Whether `find_hub` would ask the hub for this name."""
     matched = _NAME.fullmatch(name)
     is_named = matched is not None and (matched[2] is not None or name.lower().endswith("gguf"))
-    return is_named and not Path(name).expanduser().exists()
+    return is_named and not user_path(name).exists()
 
 
 def find_folder(name: str, revision: str | None) -> Path | None:
@@ -47,7 +47,7 @@ def find_folder(name: str, revision: str | None) -> Path | None:
     If the hub does not answer, a version that was fetched before is found. Raises ModelLoadError.
     """
     matched = _NAME.fullmatch(name)
-    if matched is None or matched[2] is not None or is_hub_name(name) or Path(name).expanduser().exists():
+    if matched is None or matched[2] is not None or is_hub_name(name) or user_path(name).exists():
         return None
     from huggingface_hub import HfApi, constants
 
@@ -71,7 +71,7 @@ def find_folder(name: str, revision: str | None) -> Path | None:
 
 def file_of(options: ModelConfig, name: str) -> Path | None:
     """A file of a checkpoint, fetched from the hub if necessary; None if it does not exist, or cannot be reached."""
-    folder = Path(options.model).expanduser()
+    folder = user_path(options.model)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
     from transformers.utils.hub import cached_file

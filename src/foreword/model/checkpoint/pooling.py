@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.config import ModelConfig
+from foreword.config import ModelConfig, user_path
 from foreword.errors import EngineError, InvalidRequestError
 
 FloatArray = npt.NDArray[np.float32]
@@ -32,7 +31,7 @@ class Pooling:
     @classmethod
     def of(cls, options: ModelConfig) -> Pooling:
         """The pooling that the model's files describe; without files, the last token, normalised."""
-        folder = Path(options.model).expanduser()
+        folder = user_path(options.model)
         file = folder / "modules.json"
         if not folder.exists():
             return cls(refusal="its files are not in a folder of this machine, so how it pools is not known")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from foreword.config import user_path
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.linking import EXACT, Gate, MeasuredLinks, Method
 from foreword.pml.composition import Composition
@@ -37,7 +38,7 @@ def read_gate(config: ServerConfig, *, allows_links: bool) -> Gate | None:
             if value is not None:
                 raise ConfigError(f"{name}={value} needs allow_links; give --allow-links too, or leave it out")
         return None
-    measured = None if config.link_measurements is None else MeasuredLinks.read(config.link_measurements.expanduser())
+    measured = None if config.link_measurements is None else MeasuredLinks.read(user_path(config.link_measurements))
     return Gate(LEAST_SHARE if config.link_gate is None else config.link_gate, measured)
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from foreword import __version__
-from foreword.config import TierConfig
+from foreword.config import TierConfig, user_path
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
 from foreword.tiers.cipher import AesGcm, Cipher, read_secret
@@ -107,10 +107,10 @@ def open_folder(options: TierConfig, model_id: str) -> ContentFolder | None:
     if options.cache_dir is None:
         return None
     key_file = options.cache_key_file
-    cipher = Cipher() if key_file is None else AesGcm(read_secret(Path(key_file).expanduser()))
+    cipher = Cipher() if key_file is None else AesGcm(read_secret(user_path(key_file)))
     folder = ContentFolder(RealFiles(), cipher)
     try:
-        folder.open(Path(options.cache_dir).expanduser(), model_id[:32])
+        folder.open(user_path(options.cache_dir), model_id[:32])
     except OSError as error:
         logger.warning("cached contents will not outlive this process: %s", error)
         return None

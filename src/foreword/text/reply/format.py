@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import regex
 
+from foreword.config import user_path
 from foreword.errors import ConfigError, ModelLoadError
 
 FAMILIES = (
@@ -114,7 +114,7 @@ def _chosen(option: str, base: ReplyFormat | None) -> ReplyFormat:
     text = option
     if "{" not in option:
         try:
-            text = Path(option).expanduser().read_text(encoding="utf-8")
+            text = user_path(option).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"response_template={option!r} is neither a family nor a file that can be read ({error}); families "

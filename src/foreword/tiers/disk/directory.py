@@ -21,6 +21,7 @@ import stat
 import uuid
 from pathlib import Path
 
+from foreword.config import user_path
 from foreword.errors import ConfigError
 from foreword.tiers.disk.files import RealFiles, physical_bytes
 from foreword.tiers.disk.segments import segment_number
@@ -44,7 +45,7 @@ class CacheDirectory:
         self._files = files
         self.lock_fd = -1
         """The descriptor of our folder's lock. The lock is ours while the descriptor is open; -1: it is not."""
-        self.path = Path(os.path.realpath(path.expanduser()))
+        self.path = Path(os.path.realpath(user_path(path)))
         try:
             self._open_top()
             self.root = self.path / VERSION

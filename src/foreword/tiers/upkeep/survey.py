@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from foreword.config import user_path
 from foreword.errors import ConfigError
 from foreword.tiers.cipher import NO_CIPHER_ID
 from foreword.tiers.disk.directory import (
@@ -136,7 +137,7 @@ def held(files: RealFiles, path: Path) -> Iterator[Survey]:
 
 def _checked(files: RealFiles, path: Path) -> Path:
     """The real path of a cache directory. Raises ConfigError and OSError."""
-    real = Path(os.path.realpath(path.expanduser()))
+    real = Path(os.path.realpath(user_path(path)))
     try:
         check_top(real, files.stat(real))
         check_private(real / VERSION, files.stat(real / VERSION))

@@ -180,11 +180,12 @@ def test_folders_of_files_that_are_gone_or_changed_are_removed_after_a_day_witho
     assert folders["served"].stat().st_mtime > 0, "its use was noted"
 
 
+@pytest.mark.parametrize("name", ["file", "x" * 300])
 def test_where_nothing_can_be_kept_a_folder_of_this_process_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
     write_gguf(save_model(tmp_path / "plain", RECIPES["llama"]), tmp_path / "model.gguf")
     folder = unfold(tmp_path / "model.gguf", with_tokenizer=False)
     assert (folder / "config.json").exists()

@@ -32,7 +32,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from foreword.config import ModelConfig, ollama_folder, user_cache_folder
+from foreword.config import ModelConfig, ollama_folder, user_cache_folder, user_path
 from foreword.errors import ConfigError, ForewordError, ModelLoadError, UnsupportedModelError
 from foreword.model.checkpoint.gguf.architectures import config_fields, weights_of
 from foreword.model.checkpoint.gguf.file import MAGIC, GgufFile, UnsoundGgufError, open_gguf, stamp_of
@@ -57,7 +57,7 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
     local = find_local(model)
     if local is not None:
         return local
-    path = Path(model).expanduser()
+    path = user_path(model)
     if path.suffix.lower() == ".gguf" or _begins_as_one(path):
         if not path.is_file():
             raise ModelLoadError(f"model file {model!r} does not exist; give the path of a .gguf file")
@@ -132,7 +132,9 @@ def _tidy(parent: Path) -> None:
     A process reads its folder only while it loads the model, so no such folder is in use. Several processes may tidy at
     once.
     """
-    folders = [*parent.iterdir()] if parent.is_dir() else []
+    folders: list[Path] = []
+    with contextlib.suppress(OSError):  # there is no such folder, or it is not for this user
+        folders += parent.iterdir()
     for folder in folders:
         with contextlib.suppress(OSError):  # another process removes it, too
             if _is_ours(folder) and folder.stat().st_mtime < time.time() - UNUSED_S and not _is_current(folder):
@@ -258,7 +260,7 @@ def local_models() -> list[LocalModel]:
     """All models of Ollama, LM Studio and Python packages on this machine, sorted by name."""
     models = list(_ollama(ollama_folder()))
     for root in ("~/.lmstudio/models", "~/.cache/lm-studio/models"):
-        models += _lm_studio(Path(root).expanduser())
+        models += _lm_studio(user_path(root))
     return sorted([*models, *_packages()], key=lambda model: model.name)
 
 
