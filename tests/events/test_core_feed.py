@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from events.engine_with_events import EVERYTHING, EngineWithEvents, reachable
 from events.proxy import Proxy
 from foreword.cluster import ReplicaSpec, RoutingCore, RoutingOptions, RoutingRequest, Standing
 from foreword.events.core_feed import CoreFeed
+from foreword.events.subscriber import Subscriber
 from free_ports import free_port
 
 WHOLE = replace(EVERYTHING, kv_events_hashes="bytes")
@@ -219,6 +221,37 @@ def test_a_replica_that_leaves_is_followed_no_longer() -> None:
                 assert core.replicas == []
                 core.join("r", ReplicaSpec(24, 1000.0))
                 follow(feed, "r", engine)
+                await until(lambda: is_equal(core, "r", engine))
+
+    asyncio.run(run())
+
+
+def test_a_replica_whose_events_cannot_be_followed_is_credited_with_nothing_until_the_next_try(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("foreword.events.core_feed.SILENCE_S", 0.5)
+    read_all, fails = Subscriber._read_all, False
+
+    def failing(self: Subscriber, *args: Any) -> int:
+        if fails:
+            raise RuntimeError("a defect")
+        return read_all(self, *args)
+
+    monkeypatch.setattr(Subscriber, "_read_all", failing)
+
+    async def run() -> None:
+        nonlocal fails
+        with EngineWithEvents(WHOLE, seed=9) as engine:
+            async with feeding("r") as (core, feed):
+                follow(feed, "r", engine)
+                engine.ask([0, 1, 0, 1, 1])
+                await until(lambda: is_equal(core, "r", engine))
+                fails = True
+                engine.work(1)
+                await until(lambda: not core.mirror("r").is_synced)
+                assert credits_nothing(core, "r", engine)
+                assert "the events of replica r cannot be followed" in caplog.text
+                fails = False
                 await until(lambda: is_equal(core, "r", engine))
 
     asyncio.run(run())

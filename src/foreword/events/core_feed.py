@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import zmq
 
 from foreword.cluster import RoutingCore
+from foreword.cluster.follower import Follower
 from foreword.events.subscriber import PAUSE_S, Subscriber
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class CoreFeed:
     def follow(self, name: str, events: str, snapshots: str) -> None:
         """Follow a replica; `events` and `snapshots` are addresses."""
         self.leave(name)
-        self._tasks[name] = asyncio.create_task(self._follow(name, events, snapshots), name=f"events of {name}")
+        self._tasks[name] = asyncio.create_task(self._go_on(name, events, snapshots), name=f"events of {name}")
 
     def leave(self, name: str) -> None:
         if (task := self._tasks.pop(name, None)) is not None:
@@ -54,6 +55,16 @@ class CoreFeed:
             self.leave(name)
         await asyncio.gather(*tasks, return_exceptions=True)
         self._context.destroy(linger=0)
+
+    async def _go_on(self, name: str, events: str, snapshots: str) -> None:
+        """Follow a replica. After an error that nobody foresaw, its cache is not known until it is followed again."""
+        while True:
+            try:
+                await self._follow(name, events, snapshots)
+            except Exception:
+                logger.exception("the events of replica %s cannot be followed; next try in %.0f s", name, SILENCE_S)
+                self._core.learn(name, Follower.fall_silent, time.monotonic())
+                await asyncio.sleep(SILENCE_S)
 
     async def _follow(self, name: str, events: str, snapshots: str) -> None:
         follower = self._core.mirror(name).follower
