@@ -47,6 +47,13 @@ def stored(parent: int | None, *keys: int, size: int = 16, **more: object) -> Bl
     return BlockStored(keys, parent, tuple(range(size * len(keys))), size, **more)
 
 
+def test_an_event_without_blocks_says_nothing() -> None:
+    stream = Stream()
+    for group in (0, 1):
+        stream.send(1.0, BlockStored((), None, (), 16, group_idx=group))
+    assert stream.shapes() == []
+
+
 def test_a_request_has_found_the_blocks_before_its_first_new_one() -> None:
     stream = Stream()
     stream.send(1.0, stored(None, 1, 2, 3, 4))

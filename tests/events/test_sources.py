@@ -74,6 +74,7 @@ def test_a_loopback_address_of_another_machine_is_not_followed_here(monkeypatch:
         ([ONE], 200, "its answer is a list"),
         ({"0": {}}, 200, "a source without an endpoint"),
         ({"zero": ONE}, 200, "invalid literal"),
+        ({"0": {"endpoint": "tcp://[::"}}, 200, "Invalid IPv6 URL"),
         (b"[" * 100_000, 200, "does not say where"),
     ],
 )

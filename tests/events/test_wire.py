@@ -321,6 +321,14 @@ def test_damaged_bytes_give_a_batch_or_a_wire_error(events: Any, data: st.DataOb
             hash(decode_batch(hostile, 0).events)  # followers compare events
 
 
+def test_extra_keys_that_are_nested_too_deeply_are_a_wire_error() -> None:
+    fields = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1, "extra_keys": []}
+    packed = msgpack.packb([0.0, [fields], None])
+    nested = b"\x91" * 1000 + b"\x90"
+    with pytest.raises(WireError, match=r"nested too deeply|not msgpack"):
+        decode_batch(packed.removesuffix(b"\x90\xc0") + nested + b"\xc0", 0)
+
+
 def test_extra_keys_of_any_form_can_be_compared() -> None:
     event = {
         "type": "BlockStored",

@@ -389,9 +389,9 @@ class Requests:
         The engine does that if a state or a window was missing. An event that lists all blocks of a prompt is ignored,
         because it reports found blocks, which all groups list.
         """
-        if event.parent_block_hash is not None:
-            return
         keys, run = event.block_hashes, self._run
+        if event.parent_block_hash is not None or not keys:
+            return
         is_whole = len(keys) * event.block_size == len(event.token_ids)
         if is_whole and (len(keys) > 1 or (event.medium, event.group_idx, keys[0]) in self._mirror.blocks):
             return

@@ -95,6 +95,8 @@ def _read(answer: Any) -> dict[int, dict[str, Any]]:
         addresses = (source.get("endpoint"), source.get("replay_endpoint") or "") if is_map else (None,)
         if not all(isinstance(address, str) for address in addresses):
             raise ValueError("its answer has a source without an endpoint")
+        for address in addresses:
+            urlsplit(address)  # raises ValueError for an address that is none
     return {int(rank): source for rank, source in answer.items() if source.get("publisher", "zmq") == "zmq"}
 
 

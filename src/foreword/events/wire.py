@@ -154,7 +154,11 @@ def decode_batch(payload: bytes, number: int) -> EventBatch:
         raise WireError("a batch is not [time, events, ...]")
     _check("time", fields[0], (int, float))
     publisher_id = _check("publisher_id", fields[3] if len(fields) > 3 else None, (bytes, type(None)))
-    return EventBatch(publisher_id, number, tuple(map(_decode_event, fields[1])), float(fields[0]))
+    try:
+        events = tuple(map(_decode_event, fields[1]))
+    except RecursionError as error:
+        raise WireError(f"an event in a payload of {len(payload)} bytes is nested too deeply") from error
+    return EventBatch(publisher_id, number, events, float(fields[0]))
 
 
 def _decode_event(fields: Any) -> Event:
