@@ -32,6 +32,13 @@ def test_a_chunk_is_found_anywhere_and_a_prefix_only_after_the_same_chunks() -> 
     assert found(["abc", "xyz"]) == (0, 0, 0)
 
 
+def test_chunks_with_other_ids_are_other_chunks_whatever_their_hashes() -> None:
+    assert hash(-1) == hash(-2)
+    prompts = [(Chunk(number, 10, ""), Chunk("b", 10, "")) for number in (-1, -2)]
+    [one] = replay_linking(prompts, [None], [NONE])
+    assert (one.prefix_tokens, one.found_tokens) == (0, 10)
+
+
 def test_a_chunk_that_stands_twice_in_a_prompt_is_computed_once_for_later_ones() -> None:
     assert found(["aa"]) == (0, 0, 0)
     assert found(["aa", "aa"]) == (20, 20, 0)

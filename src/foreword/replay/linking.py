@@ -196,7 +196,8 @@ def replay_linking(
     for chunks in requests:
         prefixes: list[int] = []
         for chunk in chunks:
-            prefixes.append(hash((prefixes[-1] if prefixes else None, chunk.id)))
+            # The hashes of small numbers are not all different: -1 and -2 have the same.
+            prefixes.append(hash((prefixes[-1] if prefixes else None, repr(chunk.id))))
         for pair in pairs:
             pair.admit(chunks, prefixes)
     return [pair.result for pair in pairs]
