@@ -43,6 +43,8 @@ def test_the_command_ends_with_what_to_give_to_replay(chat_model: Path, capsys: 
 def test_what_cannot_be_measured_is_refused(chat_model: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="empty"):
         run(arguments(str(chat_model), "--prefill-tokens", "0"))
+    with pytest.raises(ConfigError, match="prefill_tokens=-1"):
+        run(arguments(str(chat_model), "--prefill-tokens", "-1"))
     with pytest.raises(ConfigError, match="repeats=0"):
         run(arguments(str(chat_model), "--repeats", "0"))
     with pytest.raises(ModelLoadError, match="cannot be read"):

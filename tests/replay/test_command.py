@@ -15,6 +15,7 @@ from foreword.replay.keys import as_content_ids, chain
 from foreword.replay.picture import HEIGHT, WIDTH, as_html, as_png
 from foreword.replay.policies import POLICIES
 from foreword.replay.report import advice, capacity_for, interval_shares, knee
+from foreword.replay.timing import StepCost
 from foreword.replay.trace import RecordedRequest
 from replay.workloads import simulate
 
@@ -162,6 +163,7 @@ def test_mistakes_are_named(trace, capsys, arguments, message):
     [
         (["--policy", "best"], "'best'"),
         (["--capacity", "4XB"], "'4XB'"),
+        (["--capacity", "1__000"], "'1__000' is no capacity"),
         (["--capacity", "1,0"], "'0'"),
         (["--capacity", "4GB"], "--model"),
         (["--sample", "2"], "sampling_rate=2"),
@@ -208,8 +210,11 @@ def test_capacities_and_kv_sizes_are_worked_out():
     assert kv_bytes_per_token(expanded, "int8") == 2 * 3 * (8 + 64 + 2 + 5 + 2)
     eight_bits = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64, "num_attention_heads": 4}
     assert kv_bytes_per_token(eight_bits, "int8") == 2 * 3 * 2 * (64 + 2)
-    with pytest.raises(ModelLoadError, match="num_hidden_layers"):
-        kv_bytes_per_token({})
+    for wrong in ({}, {**CONFIG, "num_hidden_layers": 0}, {**CONFIG, "num_hidden_layers": float("inf")}):
+        with pytest.raises(ModelLoadError, match="does not tell the size of its KV"):
+            kv_bytes_per_token(wrong)
+    with pytest.raises(ModelLoadError, match=r"does not tell its weights \('hidden_size'\)"):
+        StepCost.of_model(eight_bits, flops_per_s=1e12, bytes_per_s=1e10)
 
 
 def requests(*prompts):

@@ -191,6 +191,7 @@ def test_prune_waits_for_whoever_tidies_and_then_says_so(tmp_path, cache, monkey
         (["--other-models", "llama"], "there are: 'Qwen/Qwen2-0.5B', 'other'"),
         (["--max-size", "big"], "'big' is no number of bytes; write it as 4GB"),
         (["--older-than", "7"], "--older-than '7' is no age; write it as"),
+        (["--older-than", "9" * 400 + "w"], "9w' is no age; write it as"),
         (["--all", "--key-file", "no-such-key"], "'no-such-key' cannot be read"),
     ],
 )  # fmt: skip

@@ -87,6 +87,8 @@ def calibrate(
     """Measure an open LLM whose configuration (config.json) is `config`. Raises InvalidRequestError, ModelLoadError."""
     if repeats < 1:
         raise ConfigError(f"repeats={repeats} measures nothing; use 1 or more")
+    if prefill_tokens < 0:
+        raise ConfigError(f"prefill_tokens={prefill_tokens} is no length of a prompt; use 1 or more")
     rng = np.random.default_rng(seed)
 
     def seconds(num_tokens: int, num_new: int) -> float:

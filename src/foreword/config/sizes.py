@@ -12,12 +12,13 @@ UNITS = {
     **{unit: 1000**power for power, unit in enumerate("KMGT", start=1)},
     **{f"{unit}i": 1024**power for power, unit in enumerate("KMGT", start=1)},
 }
+MOST_CHARACTERS = 100
 
 
 def parse_bytes(text: str) -> int:
     """Parse `4GB`, `512MiB`, `1.5G` or `4000000000` to a number of bytes. Raises ConfigError."""
-    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
-    if match is None:
+    match = re.fullmatch(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    if match is None or len(text) > MOST_CHARACTERS:
         raise ConfigError(f"{text!r} is no number of bytes; write it as 4GB, 512MiB or 4000000000")
     return int(Fraction(match[1]) * UNITS[(match[2] or "").capitalize()])
 

@@ -17,8 +17,12 @@ from foreword.config.sizes import parse_bytes
 from foreword.errors import ConfigError, ModelLoadError
 
 logger = logging.getLogger(__name__)
+UNREADABLE = (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError)
+"""Errors of reading a size in a configuration that lacks it, or has something else in its place."""
 MAX_BLOCKS = 2**31 - 1
 """Block numbers are signed 32-bit integers."""
+MOST_DIGITS = 100
+"""The most characters of a number of blocks."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "minicpm3", "youtu")
 """`model_type` of the models whose KV a CPU stores as latent vectors. It stores other models' KV expanded."""
@@ -40,7 +44,7 @@ class Capacity:
 def parse_capacity(text: str, block_tokens: int, kv_bytes_per_token: int | None) -> Capacity:
     """Parse a number of blocks (`1000`), or of bytes of KV (`4GB`, `512MiB`). Raises ConfigError."""
     name = text.strip()
-    if re.fullmatch(r"[0-9_]+", name):
+    if re.fullmatch(r"[0-9]+(_[0-9]+)*", name) and len(name) <= MOST_DIGITS:
         num_blocks = int(name)
     else:
         try:
@@ -118,16 +122,24 @@ def kv_bytes_per_token(config: dict[str, Any], kv_cache_dtype: str = "auto") -> 
     try:
         layers = int(config["num_hidden_layers"])
         if latent:  # one vector for the keys and values of all heads
-            return layers * size * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]))
-        heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
-        if config.get("kv_lora_rank") is not None:
-            widths = [int(config[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-            scales = 2 * SCALE_BYTES if kv_cache_dtype == "int8" else 0
-            return layers * heads * (sum(widths) * (1 if scales else size) + scales)
-        width = int(config.get("head_dim") or int(config["hidden_size"]) // int(config["num_attention_heads"]))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            row_bytes = size * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]))
+        else:
+            row_bytes = int(config.get("num_key_value_heads") or config["num_attention_heads"]) * _head_bytes(
+                config, size, is_int8=kv_cache_dtype == "int8"
+            )
+        if layers * row_bytes < 1:
+            raise ValueError(f"{layers} layers of {row_bytes} bytes")
+    except UNREADABLE as error:
         raise ModelLoadError(
             f"the model's configuration does not tell the size of its KV ({error}); give --kv-bytes-per-token"
         ) from error
-    row_bytes = width + SCALE_BYTES if kv_cache_dtype == "int8" else width * size
-    return 2 * layers * heads * row_bytes
+    return layers * row_bytes
+
+
+def _head_bytes(config: dict[str, Any], size: int, *, is_int8: bool) -> int:
+    """Bytes of one token's key and value in one head. `size`: bytes of a number that is not in int8."""
+    if config.get("kv_lora_rank") is None:
+        widths = 2 * int(config.get("head_dim") or int(config["hidden_size"]) // int(config["num_attention_heads"]))
+    else:
+        widths = sum(int(config[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return widths + 2 * SCALE_BYTES if is_int8 else widths * size

@@ -22,9 +22,9 @@ from foreword.cache import CacheLedger, EventLog, KVCacheEvent, KVCacheManager, 
 from foreword.cluster import ReplicaSpec
 from foreword.config import SchedulerConfig
 from foreword.engine import SimulatedScheduler
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, ModelLoadError
 from foreword.replay.caches import ManagerCache, as_sequence
-from foreword.replay.capacity import is_latent, kv_bytes_per_token
+from foreword.replay.capacity import UNREADABLE, is_latent, kv_bytes_per_token
 from foreword.replay.policies import make_policy
 from foreword.replay.trace import RecordedRequest
 from foreword.request import Request, SamplingParams
@@ -59,15 +59,23 @@ class StepCost:
         overhead_s: float = 0.002,
         kv_cache_dtype: str = "auto",
     ) -> StepCost:
-        """Derive the cost from a model's configuration (dense layers, gated MLP), the type of its KV and two speeds."""
+        """Derive the cost from a model's configuration (dense layers, gated MLP), the type of its KV and two speeds.
+
+        Raises ConfigError, and ModelLoadError if the configuration lacks a size.
+        """
         for name, value in (("flops_per_s", flops_per_s), ("bytes_per_s", bytes_per_s)):
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value} is no rate; use a number above 0")
-        kv_bytes = kv_bytes_per_token(config, kv_cache_dtype)  # raises ModelLoadError if the configuration does not say
-        width, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-        attention, per_pair = _attention_of(config)
-        per_layer = attention + 3 * width * int(config.get("intermediate_size", 4 * width))
-        weights = layers * per_layer + width * int(config.get("vocab_size", 32_000))
+        kv_bytes = kv_bytes_per_token(config, kv_cache_dtype)
+        try:
+            width, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+            attention, per_pair = _attention_of(config)
+            per_layer = attention + 3 * width * int(config.get("intermediate_size", 4 * width))
+            weights = layers * per_layer + width * int(config.get("vocab_size", 32_000))
+        except UNREADABLE as error:
+            raise ModelLoadError(
+                f"the model's configuration does not tell its weights ({error}); give a complete config.json"
+            ) from error
         return cls(
             flops_per_s=flops_per_s,
             bytes_per_s=bytes_per_s,

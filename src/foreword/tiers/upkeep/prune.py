@@ -157,7 +157,7 @@ def _unwanted(cache: Survey, contents: list[Content], wish: Wish) -> set[bytes]:
 
 def parse_age(text: str) -> float:
     """`90s`, `30m`, `12h`, `7d` or `2w` in seconds. Raises ConfigError."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([smhdw])", text.strip().lower())
     if match is None:
         raise ConfigError(f"--older-than {text!r} is no age; write it as 90s, 30m, 12h, 7d or 2w")
     return float(Fraction(match[1]) * UNITS_S[match[2]])
