@@ -164,6 +164,7 @@ def test_a_block_id_always_stands_for_the_same_tokens_and_a_partial_block_for_th
         ('{"timestamp": 0, "output_length": 1, "hash_ids": []}', "line 2 .*input_length=None"),
         (line(0, []), "line 2 .*input_length=0; .* at least 1"),
         (line(512, [0], -1), "line 2 .*output_length=-1"),
+        (line(512, [0], 10**400), "line 2 .*output_length=1000.*from 0 to 2"),
         (line(512, [0]).replace("512", '"512"'), "line 2 .*input_length='512'"),
         (line(512, [0]).replace("512", "512.5"), "line 2 .*input_length=512.5"),
         (line(512, [0]).replace('"timestamp": 0', '"timestamp": NaN'), "line 2 .*timestamp=nan"),

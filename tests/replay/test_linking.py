@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import itertools
 import json
 from pathlib import Path
@@ -133,6 +135,18 @@ def test_chunks_are_read_from_lines_of_their_own(tmp_path: Path) -> None:
     assert chunk_file(file) == file
     assert list(read_chunks(file)) == [(Chunk("rules", 5, "system"), Chunk(7, 3, "")), (Chunk(7, 3, ""),)]
     assert len(list(read_chunks(file, 1))) == 1
+
+
+def test_chunks_are_read_gzipped_and_with_a_byte_order_mark_too(tmp_path: Path) -> None:
+    text = b'{"chunks": [[7, 3]]}\n'
+    for name, content in (("bom.jsonl", codecs.BOM_UTF8 + text), ("packed.jsonl.gz", gzip.compress(text))):
+        file = tmp_path / name
+        file.write_bytes(content)
+        assert chunk_file(file) == file
+        assert list(read_chunks(file)) == [(Chunk(7, 3, ""),)]
+    file.write_bytes(content[:-9])
+    with pytest.raises(TraceError, match="cannot be read"):
+        list(read_chunks(file))
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"hash_ids": [1]}', "[1, 2]", '{"prompt": "chunks"}'])

@@ -51,6 +51,8 @@ TOKEN_BLOCK_TOKENS = 16
 DEFAULT_OUTPUT_TOKENS = 1
 MAX_TIME = 2.0**63
 """Largest time that stays a finite float in other units, too."""
+MAX_LENGTH = 2**63 - 1
+"""The most tokens of an answer; the number stays finite as a float."""
 MAX_BLOCK_TOKENS = 2**31 - 1
 _DECODER = json.JSONDecoder()
 _SESSION = b'"session_id"'
@@ -221,8 +223,8 @@ def _times_and_lengths(record: dict[str, Any], num_ids: int, where: str, block_t
         raise TraceError(f"{where}: timestamp={timestamp!r}; it must be a number of at least 0")
     if type(input_length) is not int or input_length < 1:
         raise TraceError(f"{where}: input_length={input_length!r}; it must be a number of at least 1")
-    if type(output_length) is not int or output_length < 0:
-        raise TraceError(f"{where}: output_length={output_length!r}; it must be a number of at least 0")
+    if type(output_length) is not int or not 0 <= output_length <= MAX_LENGTH:
+        raise TraceError(f"{where}: output_length={output_length!r}; it must be a number from 0 to 2**63 - 1")
     num_full, num_blocks = input_length // block_tokens, -(-input_length // block_tokens)
     if num_ids not in (num_full, num_blocks):
         takes = f"{num_blocks}" if num_full == num_blocks else f"{num_full} full or {num_blocks}"
@@ -414,7 +416,8 @@ class LineParser:
         )
 
     def _of_counted_ids(self, record: dict[str, Any], num_ids: int, content_ids: PrefixKeys, where: str) -> ParsedLine:
-        block_tokens = self.block_tokens or _block_tokens(record, where) or MOONCAKE_BLOCK_TOKENS
+        given = self.block_tokens or _number(record, "block_tokens", 1, MAX_BLOCK_TOKENS, where)
+        block_tokens = given or MOONCAKE_BLOCK_TOKENS
         filled = {"timestamp": 0, "output_length": 0, **record}
         timestamp, num_prompt, num_output = _times_and_lengths(filled, num_ids, where, block_tokens)
         return ParsedLine(
@@ -439,7 +442,7 @@ class LineParser:
         if min(tokens) < 0 or max(tokens) >= 2**31:
             raise TraceError(f"{where}: token ids {min(tokens)} to {max(tokens)}; they must be from 0 to 2**31 - 1")
         names = ("output_length", "output_tokens", "max_completion_tokens", "max_tokens")
-        lengths = [length for name in names if (length := _number(record, name, 0, where)) is not None]
+        lengths = [length for name in names if (length := _number(record, name, 0, MAX_LENGTH, where)) is not None]
         block_tokens = self.block_tokens or TOKEN_BLOCK_TOKENS
         return ParsedLine(
             timestamp_ms(record, where),
@@ -450,19 +453,14 @@ class LineParser:
         )
 
 
-def _block_tokens(record: Mapping[str, Any], where: str) -> int | None:
-    block_tokens = _number(record, "block_tokens", 1, where)
-    if block_tokens is not None and block_tokens > MAX_BLOCK_TOKENS:
-        raise TraceError(f"{where}: block_tokens={block_tokens}; it must be at most {MAX_BLOCK_TOKENS}")
-    return block_tokens
-
-
-def _number(record: Mapping[str, Any], name: str, least: int, where: str) -> int | None:
+def _number(record: Mapping[str, Any], name: str, least: int, most: int, where: str) -> int | None:
     value = record.get(name)
     if value is None:
         return None
     if type(value) is not int or value < least:
         raise TraceError(f"{where}: {name}={value!r}; it must be a whole number of at least {least}")
+    if value > most:
+        raise TraceError(f"{where}: {name}={value}; it must be at most {most}")
     return value
 
 

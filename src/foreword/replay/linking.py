@@ -18,12 +18,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from foreword.errors import ConfigError, TraceError
 from foreword.replay.caches import Lru
 from foreword.replay.lines import parse_json_line
+from foreword.replay.trace import NOT_READ, opened_lines
 
 RAGPULSE_TRACE = "0_trace.jsonl"
 RAGPULSE_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
@@ -45,10 +47,9 @@ def chunk_file(trace: Path) -> Path | None:
     if not file.is_file():  # a pipe could not be read again
         return None
     try:
-        with file.open("rb") as lines:
-            first = next((line for line in (lines.readline(1 << 20) for _ in range(8)) if line.strip()), b"")
-        record = json.loads(first)
-    except (OSError, ValueError, RecursionError):
+        with opened_lines(file) as (_, lines):
+            record = json.loads(next((line for line in islice(lines, 8) if line.strip()), b""))
+    except (*NOT_READ, ValueError, RecursionError, TraceError):
         return None
     is_chunked = isinstance(record, dict) and ("chunks" in record or isinstance(record.get("hash_ids"), dict))
     return file if is_chunked else None
@@ -76,17 +77,17 @@ def read_chunks(file: Path, max_requests: int | None = None) -> Iterator[tuple[C
 def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each line's name for errors and its JSON object."""
     try:
-        with file.open(encoding="utf-8") as lines:
+        with opened_lines(file) as (_, lines):
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
-                where = f"line {number} of trace {str(file)!r}"
-                record = parse_json_line(line, where)
+                where, text = f"line {number} of trace {str(file)!r}", line.decode()
+                record = parse_json_line(text, where)
                 if not isinstance(record, dict):
-                    raise TraceError(f"{where} is {line.strip()[:40]!r}; each line must be one JSON object")
+                    raise TraceError(f"{where} is {text.strip()[:40]!r}; each line must be one JSON object")
                 yield where, record
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"trace {str(file)!r} cannot be read: {error}; give a JSONL file in UTF-8") from error
+    except (*NOT_READ, UnicodeDecodeError) as error:
+        raise TraceError(f"trace {str(file)!r} cannot be read: {error}; give JSONL in UTF-8, gzipped or not") from error
 
 
 def _list(value: object, name: str, where: str) -> list[Any]:

@@ -15,7 +15,7 @@ import secrets
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -38,6 +38,8 @@ _AS_GZIP = 31
 MAX_REPORTED_LINES = 5
 NUM_LINES_AHEAD = 256
 NUM_BYTES_AHEAD = 2**20
+NOT_READ = (EOFError, zlib.error, OSError)
+"""Errors of a file that cannot be read or unpacked."""
 ZSTD = b"\x28\xb5\x2f\xfd"
 
 
@@ -213,18 +215,16 @@ class TraceReader:
         """Yield each non-empty line, or its error. An error of the file itself comes last."""
         number, of_trace = 0, f"of trace {str(self.file)!r}"
         try:
-            with _opened(self.file) as (raw, lines):
+            with opened_lines(self.file) as (raw, lines):
                 num_reported = 0
                 for number, line in enumerate(lines, 1):
                     if self.on_progress is not None and not number % 256:
                         self.on_progress(raw.tell() - num_reported)
                         num_reported = raw.tell()
-                    if number == 1:
-                        line = line.removeprefix(codecs.BOM_UTF8)
                     if line.strip():
                         where = f"line {number} {of_trace}"
                         yield self._parser.skim(line, where) or self._parser.parse(line, where)
-        except (EOFError, zlib.error, OSError) as error:
+        except NOT_READ as error:
             what = error.strerror if isinstance(error, OSError) and error.strerror else error
             if not number:
                 raise TraceError(
@@ -260,8 +260,8 @@ def _keys_of(lines: list[ParsedLine]) -> list[PrefixKeys]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
-    """Open a file. Yields the raw file, which knows the position in bytes, and the unpacked lines."""
+def opened_lines(file: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
+    """Open a file. Yields the raw file, which knows the position in bytes, and the unpacked lines without a BOM."""
     with file.open("rb") as raw:
         begin = raw.read(4)
         if begin == ZSTD or ".lcp" in file.suffixes:
@@ -270,7 +270,8 @@ def _opened(file: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
         is_gzip = begin[:2] == b"\x1f\x8b"
         raw.seek(0)
         with gzip.GzipFile(fileobj=raw) if is_gzip else nullcontext(raw) as lines:
-            yield raw, lines
+            first = lines.readline().removeprefix(codecs.BOM_UTF8)
+            yield raw, chain((first,), lines)
 
 
 # --------------------------------------------------------------------------------------------- writing
