@@ -315,6 +315,16 @@ def test_clients_that_leave_leave_nothing(three: Fleet) -> None:
     assert_nothing_is_left(three)
 
 
+def test_a_request_that_cannot_be_sent_reserves_nothing(three: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> bytes:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(three.door._codec, "encode", fail)
+    body = {"model": MODEL, "prompt": long_prompt(3), "max_tokens": 2}
+    assert httpx.post(f"{three.url}/v1/completions", json=body, timeout=60).status_code == 500
+    assert_nothing_is_left(three)
+
+
 def test_wrong_requests_reach_no_replica(three: Fleet) -> None:
     before = three.link.requests.total()
     for wrong, told in (

@@ -364,8 +364,8 @@ class RoutedEngines:
         while True:
             decision = await self._choose(request)
             has_begun = False
-            sent = self._link.generate(decision.replica, self._submission(stream, request))
             try:
+                sent = self._link.generate(decision.replica, self._submission(stream, request))
                 async with self.pulse.wait_for(decision.replica), aclosing(sent) as pieces:
                     async for messages in pieces:
                         has_begun = has_begun or isinstance(messages[0], Queued)
