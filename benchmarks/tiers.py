@@ -37,11 +37,12 @@ from pathlib import Path
 
 import numpy as np
 
+from foreword.tiers.cipher import NO_CIPHER_ID
 from foreword.tiers.clock import Clock
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.disk.files import RWF_DONTCACHE
 from foreword.tiers.disk.segment_index import SegmentIndex, read_snapshot, write_snapshot
-from foreword.tiers.disk.segments import ENTRY, NO_CIPHER, PAGE, RunHeader, encode_header, header_bytes_of
+from foreword.tiers.disk.segments import ENTRY, PAGE, RunHeader, encode_header, header_bytes_of
 from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.tier import BlockKeys, BlockRun, Buffers
 from tiers_blocks import (
@@ -186,7 +187,7 @@ def sparse_segments(folder: Path, keys: np.ndarray, blocks_per_run: int) -> None
             fd = FILES.create(folder / f"{number // runs_per_segment + 1:06d}-{0:08x}.fwseg")
         entries["key"] = keys[begin : begin + blocks_per_run]
         offset = number % runs_per_segment * run_bytes
-        header = RunHeader(header_bytes, run_bytes, number, NAMESPACE, NO_CIPHER, 10**9, 0, offset, entries)
+        header = RunHeader(header_bytes, run_bytes, number, NAMESPACE, NO_CIPHER_ID, 10**9, 0, offset, entries)
         os.pwrite(fd, encode_header(header), offset)
     os.ftruncate(fd, (number % runs_per_segment + 1) * run_bytes)
     os.close(fd)
@@ -203,7 +204,7 @@ def fill(index: SegmentIndex, keys: BlockKeys, clock: Clock) -> None:
         segment = index.add_segment(Path(f"{number:06d}-00000000.fwseg"), is_own=True)
         segment.num_bytes = 32 * run_bytes
         entries["key"] = keys.keys[begin : begin + 40]
-        run = RunHeader(length, run_bytes, 0, NAMESPACE, NO_CIPHER, 0, 0, place * run_bytes, entries)
+        run = RunHeader(length, run_bytes, 0, NAMESPACE, NO_CIPHER_ID, 0, 0, place * run_bytes, entries)
         index.insert(run, segment, expires=0, used=clock.now_s())
 
 
@@ -226,13 +227,13 @@ def index_figures(folder: Path, rounds: int) -> dict[str, float]:
             lookups.append(time.perf_counter() - began)
             assert found.sum() == expected
     folder.mkdir(parents=True)
-    write_snapshot(FILES, folder / "index", index.snapshot(index.segments()), clock, NO_CIPHER)
+    write_snapshot(FILES, folder / "index", index.snapshot(index.segments()), clock, NO_CIPHER_ID)
     del index
     gc.collect()
     snapshots = []
     for _ in range(rounds):
         began = time.perf_counter()
-        snapshot = read_snapshot(FILES, folder / "index", clock, NO_CIPHER)
+        snapshot = read_snapshot(FILES, folder / "index", clock, NO_CIPHER_ID)
         assert snapshot is not None
         fresh = SegmentIndex()
         fresh.insert_snapshot(snapshot, [fresh.add_segment(Path(name), is_own=True) for name, _ in snapshot.segments])

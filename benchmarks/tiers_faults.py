@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from foreword.tiers.cipher import NO_CIPHER_ID
 from foreword.tiers.clock import Clock
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.disk.segment_index import read_snapshot
-from foreword.tiers.disk.segments import NO_CIPHER, PAGE, Damage, scan_runs
+from foreword.tiers.disk.segments import PAGE, Damage, scan_runs
 from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import BlockKeys, BlockRun, Buffers
@@ -68,7 +69,7 @@ def flips(folder: Path, num_flips: int) -> dict[str, int]:
             FILES.close(fd)
             caught += isinstance(found, Damage)
         else:
-            caught += read_snapshot(FILES, scratch, clock, NO_CIPHER) is None
+            caught += read_snapshot(FILES, scratch, clock, NO_CIPHER_ID) is None
         tried += 1
     shutil.rmtree(folder)
     return {"flips_tried": tried, "flips_caught": caught, "wrong_after_flips": wrong}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
 
+from foreword.tiers.cipher import NO_CIPHER_ID
 from foreword.tiers.clock import EPOCH, Clock
 from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.disk.segment_index import SegmentIndex, Snapshot, read_snapshot, worth_of, write_snapshot
-from foreword.tiers.disk.segments import NO_CIPHER
 from tiers.block_world import keys_of
 from tiers.test_segment_index import insert, segment_of
 
@@ -28,7 +30,7 @@ def save(index: SegmentIndex, path: Path, numbers: list[int], clock: Clock, num_
     segments = [segment_of(index, number) for number in numbers]
     for segment in segments:
         segment.num_bytes = num_bytes
-    write_snapshot(FILES, path, index.snapshot(segments), clock, NO_CIPHER)
+    write_snapshot(FILES, path, index.snapshot(segments), clock, NO_CIPHER_ID)
 
 
 def written(path: Path, *, expires_in_s: int = 0, wall_s: float = 1e9) -> SegmentIndex:
@@ -44,7 +46,7 @@ def written(path: Path, *, expires_in_s: int = 0, wall_s: float = 1e9) -> Segmen
 
 def read(path: Path, wall_s: float = 1e9) -> tuple[Snapshot, SegmentIndex]:
     """A snapshot, and the index of a process that knows another segment and these."""
-    snapshot = read_snapshot(FILES, path, clock_at(wall_s), NO_CIPHER)
+    snapshot = read_snapshot(FILES, path, clock_at(wall_s), NO_CIPHER_ID)
     assert snapshot is not None
     index = SegmentIndex()
     segment_of(index, 77)
@@ -67,7 +69,7 @@ def test_a_snapshot_brings_back_the_blocks_of_its_segments(tmp_path):
 
 def test_blocks_of_segments_that_are_gone_stay_out(tmp_path):
     written(tmp_path / "index")
-    snapshot = read_snapshot(FILES, tmp_path / "index", clock_at(1e9), NO_CIPHER)
+    snapshot = read_snapshot(FILES, tmp_path / "index", clock_at(1e9), NO_CIPHER_ID)
     assert snapshot is not None
     index = SegmentIndex()
     lost = segment_of(index, 3)
@@ -87,12 +89,12 @@ def test_a_snapshot_of_the_first_version_costs_a_scan_and_a_line(tmp_path, caplo
     caplog.set_level("INFO")
     body = b"FWIDX\0\0\1" + (0).to_bytes(8, "little")
     (tmp_path / "index").write_bytes(body + xxhash.xxh3_128_digest(body))
-    assert read_snapshot(FILES, tmp_path / "index", clock_at(0), NO_CIPHER) is None
+    assert read_snapshot(FILES, tmp_path / "index", clock_at(0), NO_CIPHER_ID) is None
     assert "another version of foreword" in caplog.text
 
 
 def test_there_is_no_snapshot_where_there_is_no_file(tmp_path):
-    assert read_snapshot(FILES, tmp_path / "index", clock_at(0), NO_CIPHER) is None
+    assert read_snapshot(FILES, tmp_path / "index", clock_at(0), NO_CIPHER_ID) is None
 
 
 def test_a_snapshot_of_another_cipher_is_none(tmp_path):
@@ -106,7 +108,7 @@ def test_every_flipped_byte_of_a_snapshot_is_caught(tmp_path):
     content = path.read_bytes()
     for at in range(len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :])
-        assert read_snapshot(FILES, path, clock_at(1e9), NO_CIPHER) is None, f"byte {at}"
+        assert read_snapshot(FILES, path, clock_at(1e9), NO_CIPHER_ID) is None, f"byte {at}"
 
 
 def test_a_snapshot_of_every_other_length_is_refused(tmp_path):
@@ -115,16 +117,16 @@ def test_a_snapshot_of_every_other_length_is_refused(tmp_path):
     content = path.read_bytes()
     for length in range(0, len(content), 7):
         path.write_bytes(content[:length])
-        assert read_snapshot(FILES, path, clock_at(1e9), NO_CIPHER) is None
+        assert read_snapshot(FILES, path, clock_at(1e9), NO_CIPHER_ID) is None
     path.write_bytes(content + b"\0")
-    assert read_snapshot(FILES, path, clock_at(1e9), NO_CIPHER) is None
+    assert read_snapshot(FILES, path, clock_at(1e9), NO_CIPHER_ID) is None
 
 
 def test_what_lies_beyond_its_segment_is_refused(tmp_path):
     index = SegmentIndex()
     insert(index, keys_of(range(20)), segment=3)
     save(index, tmp_path / "index", [3], clock_at(0), num_bytes=19 * 4096)
-    assert read_snapshot(FILES, tmp_path / "index", clock_at(0), NO_CIPHER) is None
+    assert read_snapshot(FILES, tmp_path / "index", clock_at(0), NO_CIPHER_ID) is None
 
 
 @pytest.mark.parametrize("jump_s", [-10 * YEAR_S, -1, 0, 50])
@@ -151,3 +153,22 @@ def test_a_clock_that_jumps_back_makes_no_block_younger_than_new(tmp_path):
     _, index = read(tmp_path / "index", 1e9 - 10 * YEAR_S)
     places = index.locate(keys_of(range(20)), EPOCH)
     assert (worth_of(places, EPOCH) <= 1).all()
+
+
+class FullDisk(RealFiles):
+    """A disk that takes the first part of a file and no more."""
+
+    def write(self, fd: int, data: memoryview, offset: int, *, uncached: bool) -> int:
+        if offset:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(fd, data[:16], offset, uncached=uncached)
+
+
+def test_a_snapshot_for_which_the_disk_has_no_room_leaves_nothing_but_the_old_one(tmp_path):
+    index, segments = SegmentIndex(), []
+    write_snapshot(FILES, tmp_path / "index", index.snapshot(segments), clock_at(0), NO_CIPHER_ID)
+    before = (tmp_path / "index").read_bytes()
+    with pytest.raises(OSError, match="No space left"):
+        write_snapshot(FullDisk(), tmp_path / "index", index.snapshot(segments), clock_at(0), NO_CIPHER_ID)
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+    assert (tmp_path / "index").read_bytes() == before

@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from foreword.tiers.cipher import NO_CIPHER_ID
 from foreword.tiers.disk.segments import (
     ENTRY,
-    NO_CIPHER,
     PAGE,
     RunHeader,
     block_checksum,
@@ -38,7 +38,7 @@ def header_of(num_blocks: int, offset: int = 3 * PAGE) -> RunHeader:
         header_bytes + num_blocks * 2 * PAGE,
         17,
         NAMESPACE,
-        NO_CIPHER,
+        NO_CIPHER_ID,
         1_700_000_000,
         1_700_000_100,
         offset,

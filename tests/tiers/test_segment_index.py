@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from foreword.tiers.cipher import NO_CIPHER_ID
 from foreword.tiers.disk.segment_index import SegmentIndex, worth_of
-from foreword.tiers.disk.segments import ENTRY, NO_CIPHER, PAGE, RunHeader, Segment, segment_number
+from foreword.tiers.disk.segments import ENTRY, PAGE, RunHeader, Segment, segment_number
 from foreword.tiers.tier import PINNED, BlockKeys
 from tiers.block_world import NAMESPACE, OTHER_NAMESPACE, keys_of
 
@@ -50,7 +51,7 @@ def run_of(keys: BlockKeys, pages: np.ndarray, flags: int = 0) -> RunHeader:
     entries["key"], entries["group"], entries["page"] = keys.keys, keys.group_ids, pages
     entries["checksum"], entries["stored_bytes"] = np.arange(16), PAGE
     entries["flags"], entries["value"] = flags, 1.0
-    return RunHeader(PAGE, PAGE, 0, keys.namespace, NO_CIPHER, 0, 0, 0, entries)
+    return RunHeader(PAGE, PAGE, 0, keys.namespace, NO_CIPHER_ID, 0, 0, 0, entries)
 
 
 def test_what_was_inserted_is_found_in_its_place_and_nothing_else_is():

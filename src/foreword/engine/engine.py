@@ -51,8 +51,8 @@ from foreword.engine.tiering.director import TierDirector, TiersReport
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
 from foreword.request import LinkedRun, Request, RequestOutput, SamplingParams
 from foreword.tiers.disk.files import RealFiles
-from foreword.tiers.identity import CacheIdentity
-from foreword.tiers.prefix_file import ExportReport, Facts, ImportReport, PrefixFile, UnsoundFileError, why_foreign
+from foreword.tiers.identity import CacheIdentity, Facts
+from foreword.tiers.prefix_file import ExportReport, ImportReport, PrefixFile, UnsoundFileError, why_foreign
 
 
 class Engine:

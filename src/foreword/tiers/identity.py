@@ -57,14 +57,15 @@ class CacheIdentity:
             "arithmetic_id": self.arithmetic_id,
             "layout": self.layout,
             "exact": self.exact,
-            **json.loads(_canonical(self.facts)),
+            **json.loads(canonical_json(self.facts)),
         }
 
 
 def digest(facts: Facts) -> str:
     """SHA-256 of facts as canonical JSON, in hexadecimal digits."""
-    return hashlib.sha256(_canonical(facts)).hexdigest()
+    return hashlib.sha256(canonical_json(facts)).hexdigest()
 
 
-def _canonical(facts: Facts) -> bytes:
+def canonical_json(facts: Facts) -> bytes:
+    """Facts as JSON that is the same for equal facts."""
     return json.dumps(facts, sort_keys=True, separators=(",", ":"), default=str).encode()

@@ -29,9 +29,10 @@ import numpy as np
 
 from foreword.config import CacheConfig, user_path
 from foreword.errors import ConfigError
-from foreword.tiers.disk.files import RealFiles, close_quietly, opened, read_fully, write_fully
+from foreword.tiers.cipher import NO_CIPHER_ID
+from foreword.tiers.disk.files import RealFiles, close_quietly, opened, read_fully, replace_file
+from foreword.tiers.disk.manifest import identity_in
 from foreword.tiers.disk.segments import (
-    NO_CIPHER,
     PAGE,
     Damage,
     RunBuffer,
@@ -42,7 +43,7 @@ from foreword.tiers.disk.segments import (
     scan_runs,
     split_run,
 )
-from foreword.tiers.identity import CacheIdentity
+from foreword.tiers.identity import CacheIdentity, Facts
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import BlockRun, Tier
 
@@ -52,7 +53,6 @@ MAX_MANIFEST_BYTES = 64 << 20
 """The most bytes of a manifest; a file that says more is damaged."""
 _HEAD = struct.Struct("<8sQQ")
 HEAD_BYTES = _HEAD.size
-Facts = Mapping[str, Any]
 _REQUIRED: Mapping[str, type] = {
     "namespace": str,
     "model_id": str,
@@ -150,8 +150,7 @@ def decode_manifest(pages: bytes) -> dict[str, Any]:
             raise UnsoundFileError(f"{subject} says {name}={facts[name]}; a file has {allowed[0]} to {allowed[-1]}")
     if not _is_prompt(facts):
         raise UnsoundFileError(f"{subject} has token ids or a salt that no prompt has")
-    identity = CacheIdentity(facts["model_id"], facts["arithmetic_id"], facts["layout"], facts["exact"])
-    if identity.namespace.hex() != facts["namespace"]:
+    if identity_in(facts) is None:
         raise UnsoundFileError(f"{subject} contradicts itself: its namespace is not that of its model and arithmetic")
     return dict(facts)
 
@@ -296,7 +295,7 @@ class PrefixFile(AbstractContextManager["PrefixFile"]):
         for run in scan_runs(self._files, self._fd, self._begin, end, uncached=False):
             if isinstance(run, Damage):
                 raise UnsoundFileError(f"the run at byte {run.offset} has no sound header")
-            if run.namespace != namespace or run.cipher_id != NO_CIPHER or run.offset + run.run_bytes > end:
+            if run.namespace != namespace or run.cipher_id != NO_CIPHER_ID or run.offset + run.run_bytes > end:
                 raise UnsoundFileError(f"the run at byte {run.offset} does not belong into this file")
             self._verify_blocks(run)
             self.runs.append(run)
@@ -367,32 +366,29 @@ def write_prefix_file(files: RealFiles, path: Path, facts: Facts, run: BlockRun,
     path = user_path(path)
     check_target(path, overwrite=overwrite)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
-    try:
-        fd = files.create(unfinished)
-        try:
-            num_bytes = _write(files, fd, facts, run)
-            files.sync(fd)
-        finally:
-            files.close(fd)
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield from _parts_of(facts, run)
         check_target(path, overwrite=overwrite)
-        files.rename(unfinished, path)
+
+    try:
+        num_bytes = replace_file(files, path, unfinished, parts())
     except OSError as error:
         raise ConfigError(
             f"path={str(path)!r} cannot be written: {error.strerror or error}; give a path that this user can write"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            files.unlink(unfinished)
-    _sync_folder(files, path.parent)
+    with contextlib.suppress(OSError), opened(files, path.parent) as folder:
+        files.sync(folder)  # the new name survives a loss of power, if the file system can do that
     return num_bytes
 
 
-def _write(files: RealFiles, fd: int, facts: Facts, run: BlockRun) -> int:
+def _parts_of(facts: Facts, run: BlockRun) -> Iterator[bytes | memoryview]:
+    """Yield the parts of a file in order."""
     parts = split_run(run.payload_bytes, np.arange(len(run.keys)))
     sizes = {"num_blocks": len(run.keys), "run_bytes": sum(run_bytes_of(run.payload_bytes[part]) for part in parts)}
     manifest = encode_manifest({**facts, **sizes, "namespace": run.keys.namespace.hex()})
     digest, offset, buffer = hashlib.sha256(manifest), len(manifest), RunBuffer()
-    write_fully(files, fd, memoryview(manifest), 0, uncached=False)
+    yield manifest
     created_s = int(time.time())
     for number, part in enumerate(parts, 1):
         buffer.begin(run.payload_bytes[part])
@@ -400,15 +396,8 @@ def _write(files: RealFiles, fd: int, facts: Facts, run: BlockRun) -> int:
             num_bytes = int(run.payload_bytes[index])
             run.source.take(index, buffer.place(num_bytes)[:num_bytes])
             buffer.add(run, index, num_bytes)
-        _, data = buffer.finish(number, run.keys.namespace, NO_CIPHER, offset, created_s=created_s, expires_s=0)
-        write_fully(files, fd, data, offset, uncached=False)
+        _, data = buffer.finish(number, run.keys.namespace, NO_CIPHER_ID, offset, created_s=created_s, expires_s=0)
+        yield data
         digest.update(data)
         offset += len(data)
-    write_fully(files, fd, memoryview(digest.digest()), offset, uncached=False)
-    return offset + digest.digest_size
-
-
-def _sync_folder(files: RealFiles, folder: Path) -> None:
-    """Let a file's new name survive a loss of power, if the file system can do that."""
-    with contextlib.suppress(OSError), opened(files, folder) as fd:
-        files.sync(fd)
+    yield digest.digest()

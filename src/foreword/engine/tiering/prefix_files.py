@@ -18,9 +18,9 @@ from foreword.engine.tiering.stores import cached_parts, run_of
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.disk.segments import RunHeader
+from foreword.tiers.identity import Facts
 from foreword.tiers.prefix_file import (
     ExportReport,
-    Facts,
     ImportReport,
     PrefixFile,
     UnsoundFileError,

@@ -24,11 +24,12 @@ from foreword.tiers.clock import Clock
 from foreword.tiers.disk.directory import CacheDirectory, unusable
 from foreword.tiers.disk.files import RealFiles, can_leave_cache
 from foreword.tiers.disk.loader import Loader
-from foreword.tiers.disk.manifest import Facts, read_manifests, write_manifest
+from foreword.tiers.disk.manifest import read_manifests, write_manifest
 from foreword.tiers.disk.scanner import Scanner
 from foreword.tiers.disk.segment_index import SegmentIndex
 from foreword.tiers.disk.state import DiskOptions, DiskState
 from foreword.tiers.disk.storer import Storer
+from foreword.tiers.identity import Facts
 from foreword.tiers.ticket import Outcome, Ticket
 from foreword.tiers.tier import BlockKeys, BoolArray, DoneCallback, TierStats
 

@@ -135,20 +135,26 @@ def write_fully(files: RealFiles, fd: int, data: memoryview, offset: int, *, unc
 def replace_file(files: RealFiles, path: Path, unfinished: Path, parts: Iterable[bytes | memoryview]) -> int:
     """Write a file, which then replaces the old file in one step; returns the number of bytes written.
 
-    `unfinished`: the path of the new file until it is complete. Raises OSError; then the old file stays.
+    `unfinished`: the path of the new file until it is complete. Raises OSError, and errors of `parts`; then only the
+    old file stays. A part must be valid until the next part is asked for.
     """
     with contextlib.suppress(FileNotFoundError):
         files.unlink(unfinished)
     fd = files.create(unfinished)
     try:
-        offset = 0
-        for part in parts:
-            write_fully(files, fd, memoryview(part), offset, uncached=False)
-            offset += len(part)
-        files.sync(fd)
-    finally:
-        files.close(fd)
-    files.rename(unfinished, path)
+        try:
+            offset = 0
+            for part in parts:
+                write_fully(files, fd, memoryview(part), offset, uncached=False)
+                offset += len(part)
+            files.sync(fd)
+        finally:
+            files.close(fd)
+        files.rename(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # half a file would take up room that the disk may lack
+            files.unlink(unfinished)
+        raise
     return offset
 
 

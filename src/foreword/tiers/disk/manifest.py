@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +18,11 @@ from typing import Any, NamedTuple
 import xxhash
 
 from foreword.tiers.disk.files import RealFiles, opened, read_fully, replace_file
-from foreword.tiers.identity import CacheIdentity
+from foreword.tiers.identity import CacheIdentity, Facts, canonical_json
 
 _NAME = re.compile(r"[0-9a-f]{32}\.json")
 MAX_BYTES = 1 << 20
 UNFINISHED_NAME = "manifest.new"
-
-Facts = Mapping[str, Any]
 
 
 def manifest_facts(identity: CacheIdentity, model_name: str, block_size: int) -> dict[str, Any]:
@@ -64,7 +61,7 @@ def write_manifest(files: RealFiles, root: Path, home: Path, namespace: bytes, f
     OSError.
     """
     path = manifest_path(root, namespace)
-    content = {**json.loads(_canonical(facts)), "namespace": namespace.hex()}
+    content = {**json.loads(canonical_json(facts)), "namespace": namespace.hex()}
     with contextlib.suppress(OSError, ValueError):
         if _read(files, path) == content:
             return
@@ -112,8 +109,4 @@ def _read(files: RealFiles, path: Path) -> dict[str, Any]:
 
 
 def _checksum(facts: Facts) -> str:
-    return xxhash.xxh3_128_hexdigest(_canonical(facts))
-
-
-def _canonical(facts: Facts) -> bytes:
-    return json.dumps(facts, sort_keys=True, separators=(",", ":"), default=str).encode()
+    return xxhash.xxh3_128_hexdigest(canonical_json(facts))

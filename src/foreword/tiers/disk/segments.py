@@ -48,7 +48,6 @@ PAGE = 4096
 MAGIC = b"FWRUN\0\0\1"
 WRITER_VERSION = 1
 CHECKSUM_BYTES = 16
-NO_CIPHER = bytes(16)
 MAX_RUN_BYTES = 8 << 20
 """The most bytes of a run that we write, unless a single block is longer."""
 MAX_HEADER_BYTES = 1 << 20

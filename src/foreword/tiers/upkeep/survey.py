@@ -32,8 +32,9 @@ from foreword.tiers.disk.directory import (
     unusable,
 )
 from foreword.tiers.disk.files import RealFiles, Space, close_quietly, opened, physical_bytes
-from foreword.tiers.disk.manifest import Facts, Manifests, read_manifests
+from foreword.tiers.disk.manifest import Manifests, read_manifests
 from foreword.tiers.disk.segments import Damage, RunHeader, scan_runs
+from foreword.tiers.identity import Facts
 from foreword.tiers.tier import GROUP_APART, PINNED
 
 QUIET_S = 60.0
