@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,6 +61,30 @@ def test_on_a_cpu_the_share_is_of_what_is_available() -> None:
     share = kv_cache_bytes(ModelConfig("m", gpu_memory_utilization=0.01), None)
     assert share == pytest.approx(0.01 * available_cpu_bytes(), rel=0.5)
     assert 0 < share < total_cpu_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_cgroups_limit_counts_and_what_it_keeps_of_files_is_free(tmp_path: Path, version: int) -> None:
+    own, above = (tmp_path / f"sys/fs/cgroup/{name}" for name in ("pod/box", "pod"))
+    own.mkdir(parents=True)
+    limit, used = (
+        ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 64000000 kB\nMemAvailable: {16 * GIB // 1024} kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/pod/box\n" if version == 2 else "5:memory:/pod/box\n")
+    kind = "cgroup2 cgroup2 rw" if version == 2 else "cgroup cgroup rw,memory"
+    (tmp_path / "proc/self/mountinfo").write_text(f"35 24 0:30 / /sys/fs/cgroup rw - {kind}\n")
+    assert available_cpu_bytes(tmp_path) == 16 * GIB
+    (above / limit).write_text(f"{8 * GIB}\n")
+    (above / used).write_text(f"{8 * GIB}\n")
+    assert available_cpu_bytes(tmp_path) == 0
+    (above / "memory.stat").write_text(f"anon 5\ninactive_file {4 * GIB}\nactive_file {GIB}\n")
+    assert available_cpu_bytes(tmp_path) == 5 * GIB
+    (own / limit).write_text("max\n" if version == 2 else f"{2**63 - 4096}\n")
+    assert available_cpu_bytes(tmp_path) == 5 * GIB
+    (own / limit).write_text(f"{GIB}\n")
+    assert total_cpu_bytes(tmp_path) == GIB
 
 
 def test_the_default_on_a_cpu_follows_what_requests_can_use() -> None:

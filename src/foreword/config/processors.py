@@ -39,42 +39,40 @@ def read_processors(root: Path = Path("/")) -> Processors:
     """What this process may use now. `root`: the folder in which /proc and the cgroups' folders lie."""
     installed = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else installed
-    return Processors(installed, allowed, min(_quotas(root), default=None))
+    quotas = (quota for folder in cgroup_folders(root, "cpu") for quota in _quotas(folder))
+    return Processors(installed, allowed, min(quotas, default=None))
 
 
-def _quotas(root: Path) -> Iterator[float]:
-    """The quotas of all cgroups that this process is in, from its own up to the root, in processors."""
-    with contextlib.suppress(OSError, ValueError):  # if files are not as Linux writes them, no quota is known
+def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of all cgroups that this process is in, from its own up to the root, where `controller` has files."""
+    with contextlib.suppress(OSError, ValueError):  # if files are not as Linux writes them, no cgroup is known
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
         mounts = [line.split(" - ", 1) for line in (root / "proc/self/mountinfo").read_text().splitlines()]
         for where, how in mounts:
             (_, _, _, mounted, mount_point, *_), (kind, _, settings) = where.split(" "), how.split(" ", 2)
             for _, controllers, path in groups:
-                if (kind == "cgroup2" and not controllers) or (kind == "cgroup" and _has_cpu(controllers, settings)):
-                    yield from _quotas_above(root, PurePosixPath(path), mounted, mount_point)
+                is_first = kind == "cgroup" and controller in set(controllers.split(",")) & set(settings.split(","))
+                if is_first or (kind == "cgroup2" and not controllers):
+                    yield from _folders_above(root, PurePosixPath(path), mounted, mount_point)
 
 
-def _has_cpu(controllers: str, settings: str) -> bool:
-    return "cpu" in controllers.split(",") and "cpu" in settings.split(",")
-
-
-def _quotas_above(root: Path, path: PurePosixPath, mounted: str, mount_point: str) -> Iterator[float]:
-    """The quotas of a cgroup and of those above it. `mounted`: the cgroup whose folder is `mount_point`."""
+def _folders_above(root: Path, path: PurePosixPath, mounted: str, mount_point: str) -> Iterator[Path]:
+    """The folders of a cgroup and of those above it. `mounted`: the cgroup whose folder is `mount_point`."""
     inside = path.relative_to(mounted) if path.is_relative_to(mounted) else PurePosixPath(path.as_posix().lstrip("/"))
     top = root / mount_point.lstrip("/")
     if ".." in inside.parts:  # of a cgroup outside this namespace, only what is mounted can be seen
         inside = PurePosixPath()
-    for part in (inside, *inside.parents):
-        for quota, period in _limits(top / part):
-            if quota > 0 and period > 0:
-                yield quota / period
+    yield from (top / part for part in (inside, *inside.parents))
 
 
-def _limits(folder: Path) -> Iterator[tuple[float, float]]:
-    """Yield the microseconds of processor time per period, and of the period."""
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (folder / "cpu.max").read_text().split()
-        yield float(quota), float(period)  # "max" is no number: no limit
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        yield float(quota), float(period)  # a quota of -1: no limit
+def _quotas(folder: Path) -> Iterator[float]:
+    """The quota of a cgroup in processors, if it has one."""
+    pairs: list[list[str]] = []
+    with contextlib.suppress(OSError):
+        pairs.append((folder / "cpu.max").read_text().split())  # "max" is no number: no limit
+    with contextlib.suppress(OSError):
+        pairs.append([(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")])  # -1: no limit
+    with contextlib.suppress(ValueError):
+        for quota, period in pairs:
+            if float(quota) > 0 and float(period) > 0:
+                yield float(quota) / float(period)
