@@ -10,7 +10,6 @@ The server checks the key before it reads the body. Long bodies are processed in
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +25,12 @@ from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError, bad_request
 from foreword.server.bodies.body_limits import BodyLimits
 from foreword.server.bodies.fields import AnyBody, Body, UnknownFields
-from foreword.server.bodies.json_scan import parse_json, scan_json
+from foreword.server.bodies.json_scan import scan_json
 from foreword.server.crews import off_loop
 from foreword.server.hints import Hints
 from foreword.server.http import Authorized, service_of
 from foreword.server.service import Caller, Service
+from foreword.text.conversation import parse_json
 
 T = TypeVar("T")
 ABody_co = TypeVar("ABody_co", bound=Body, covariant=True)
@@ -92,10 +92,9 @@ def _of_user_id(user_id: str | None) -> Any:
         return None
     if user_id.startswith("{"):
         try:
-            value = json.loads(user_id)
-        except (ValueError, RecursionError):
+            return parse_json(user_id).get("session_id")
+        except ValueError:
             return None
-        return value.get("session_id")
     old = _OLD_USER_ID.fullmatch(user_id)
     return None if old is None else old[1]
 
@@ -261,7 +260,7 @@ def _parse(data: bytes) -> Any:
         return parse_json(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise bad_request(f"The body is not UTF-8 (byte {error.start}); send JSON in UTF-8.") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise bad_request(f"The body is not valid JSON: {str(error)[:200]}") from None
 
 

@@ -137,10 +137,21 @@ def read_arguments(text: str) -> Mapping[str, Any] | str:
     Models also write arguments that are cut off, that are a list, or that have a number too large for a float.
     """
     try:
-        arguments = json.loads(text or "{}", parse_constant=_no_number, parse_float=_finite)
-    except (ValueError, RecursionError):
+        arguments = parse_json(text or "{}")
+    except ValueError:
         return text
     return arguments if isinstance(arguments, Mapping) else text
+
+
+def parse_json(text: str) -> Any:
+    """Parse a JSON text.
+
+    Raises ValueError if it is not JSON, has NaN, has a number that no float can hold, or nests too deeply for Python.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("lists and objects are too deep inside each other") from None
 
 
 def _no_number(name: str) -> NoReturn:
@@ -150,7 +161,7 @@ def _no_number(name: str) -> NoReturn:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"no float is as large as {text[:40]}")
+        raise ValueError(f"the number {text[:40]} is too large")
     return number
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from foreword.server.bodies.json_scan import parse_json, scan_json
+from foreword.server.bodies.json_scan import scan_json
+from foreword.text.conversation import parse_json
 
 
 def counts(value: Any) -> tuple[int, int, int]:
@@ -45,7 +46,9 @@ def test_what_is_no_json_is_scanned_all_the_same(text):
     assert scan_json(text.encode()).num_values >= 1
 
 
-@pytest.mark.parametrize("text", ["NaN", "[Infinity]", '{"a": -Infinity}', "1e400", "-1e400", "9" * 5000, "[", ""])
+@pytest.mark.parametrize(
+    "text", ["NaN", "[Infinity]", '{"a": -Infinity}', "1e400", "-1e400", "9" * 5000, "[", "", "[" * 9999]
+)
 def test_only_numbers_that_can_be_written_again_are_read(text):
     with pytest.raises(ValueError, match=r"."):
         parse_json(text)

@@ -1,4 +1,4 @@
-"""JSON from clients: counts the values in a text before Python builds objects from it, then parses the text.
+"""JSON of clients' calls: counts the values in a text before Python builds objects from it, and writes answers.
 
 The counting is compiled and releases Python's lock, so that other threads can run.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,22 +36,6 @@ class JsonSize(NamedTuple):
 def scan_json(text: bytes) -> JsonSize:
     """Count the values of a JSON text in UTF-8. A million bytes take about a millisecond."""
     return JsonSize(*(int(count) for count in _scan(np.frombuffer(text, np.uint8))))
-
-
-def parse_json(text: str) -> Any:
-    """Parse a JSON text. Raises ValueError if it is not JSON, has NaN, or has a number that no float can hold."""
-    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"the number {text[:40]} is too large")
-    return number
 
 
 @cached(nogil=True)

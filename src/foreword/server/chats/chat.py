@@ -14,13 +14,12 @@ from foreword.errors import InvalidRequestError, PromptTooLongError, TooManyPict
 from foreword.request import SamplingParams, TokenConstraint, TokenLogprobs
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
-from foreword.server.bodies.json_scan import parse_json
 from foreword.server.chats.edits import linked_to_session
 from foreword.server.chats.tools import Tool, ToolChoice, ToolUse
 from foreword.server.crews import off_loop
 from foreword.server.service import Caller, ChatMark, Ending, Service, digests
 from foreword.text import Tokenizer
-from foreword.text.conversation import Place
+from foreword.text.conversation import Place, parse_json
 from foreword.text.reply import Call, Part, Reasoning, ReplyReader, Text
 from foreword.text.reply.turn import Turn
 
@@ -299,7 +298,7 @@ def arguments_of(call: Call) -> dict[str, Any] | None:
     """Return the arguments of a call as an object; None if the call was cut off, or if they are no JSON object."""
     try:
         read = parse_json(call.arguments) if call.is_complete else None
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     return read if isinstance(read, dict) else None
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
@@ -16,14 +17,13 @@ from pydantic_core import from_json
 
 from foreword.cache import common_length
 from foreword.server.answer_stream import Delta
-from foreword.server.bodies.json_scan import parse_json
 from foreword.server.chats.chat import ChatAnswer
 from foreword.server.dialect import Event
 from foreword.server.dialects.anthropic.fields import CreateMessageRequest
 from foreword.server.dialects.anthropic.messages import TTL_S
 from foreword.server.http import AnswerWriter
 from foreword.server.service import Service
-from foreword.text.conversation import read_arguments
+from foreword.text.conversation import parse_json
 from foreword.text.reply import Call, Part, Reasoning, Text
 
 BYTES_PER_TOKEN = 64
@@ -209,10 +209,8 @@ class _BlockEvents:
 
 def _object(text: str) -> Any:
     """Read the object in a JSON text, or in the beginning of such a text; {} if it cannot be read."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
+    with suppress(ValueError):
+        return parse_json(text)
     try:
         return from_json(text or "{}", allow_partial=True, allow_inf_nan=False)
     except ValueError:
@@ -223,10 +221,8 @@ def _input_json(call: Call) -> str:
     """Return the arguments of a call as the text of a JSON object, or as its beginning if the call is not complete."""
     if not call.is_complete:
         return call.arguments
-    if isinstance(read_arguments(call.arguments), Mapping):
-        return call.arguments
     try:
-        value = parse_json(call.arguments)
-    except (ValueError, RecursionError):
+        value = parse_json(call.arguments or "{}")
+    except ValueError:
         value = call.arguments
-    return json.dumps({"arguments": value})
+    return call.arguments if isinstance(value, dict) else json.dumps({"arguments": value})

@@ -21,7 +21,6 @@ from foreword.engine import RESOURCE, Keep
 from foreword.request import SamplingParams
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, bad_request
-from foreword.server.bodies.json_scan import parse_json
 from foreword.server.calls import Call, CallWith, explain_invalid
 from foreword.server.chats.chat import read_prompt
 from foreword.server.crews import off_loop
@@ -40,6 +39,7 @@ from foreword.server.http import Authorized, finished, json_response, service_of
 from foreword.server.resources.store import CachedContent, new_content_id, newer_content
 from foreword.server.service import Service, new_id
 from foreword.server.verbs import END_ENTRY
+from foreword.text.conversation import parse_json
 
 _DURATION = re.compile(r"(\d{1,12})(?:\.(\d{1,9}))?s", re.ASCII)
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from foreword.server.answer_stream import Delta
 from foreword.server.api_errors import APIError, bad_request
-from foreword.server.bodies.json_scan import parse_json, to_long_json
+from foreword.server.bodies.json_scan import to_long_json
 from foreword.server.calls import Call, CallWith, sampling_of, sampling_params
 from foreword.server.chats.chat import Chat, ChatAnswer, chat_logprobs, num_bytes, start_chat
 from foreword.server.chats.tools import ToolChoice
@@ -47,7 +47,7 @@ from foreword.server.dialects.openai.messages import (
 from foreword.server.http import AnswerWriter, Authorized, json_response, respond, service_of
 from foreword.server.kept_responses import PIECE_DEPTH, Messages
 from foreword.server.service import new_id
-from foreword.text.conversation import earlier_call, function_tool
+from foreword.text.conversation import earlier_call, function_tool, parse_json
 from foreword.text.reply import Call as ToolCall
 from foreword.text.reply import Part, Reasoning, Text
 
