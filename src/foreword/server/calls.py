@@ -215,7 +215,8 @@ async def _read(model: type[AnyBody], request: Request) -> tuple[AnyBody, int]:
     limits = service.body_limits
     kind = request.headers.get("content-type", "")
     data = await read_body(request, limits.most_bytes(model))
-    if data and "json" not in kind:  # a browser lets pages of other sites send other types without a CORS check
+    # A browser lets pages of other sites send text/plain, with any parameters, without a CORS check.
+    if data and "json" not in kind.partition(";")[0].lower():
         message = f"Send the body with 'Content-Type: application/json', not {kind!r:.100}."
         raise APIError(415, message, code="unsupported_media_type")
     return await off_loop(len(data), lambda: _fields(model, data, limits, service.unknown_fields)), len(data)

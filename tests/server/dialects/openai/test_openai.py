@@ -357,9 +357,14 @@ def test_a_body_that_is_no_request_is_refused(server, content):
     assert answer.json()["error"]["message"]
 
 
-def test_a_body_of_another_type_is_refused(server):
-    answer = httpx.post(f"{server.url}/v1/chat/completions", content=json.dumps({"messages": FALCON}))
-    assert answer.status_code == 415
+def test_a_body_of_another_type_is_refused_even_if_a_parameter_says_json(server):
+    body = json.dumps({"messages": FALCON, "max_tokens": 1})
+    for kind in ("", "text/plain", "text/plain; a=json", "text/plain;application/json"):
+        answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers={"Content-Type": kind})
+        assert answer.status_code == 415, kind
+    for kind in ("Application/JSON", "application/vnd.api+json; charset=utf-8"):
+        answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers={"Content-Type": kind})
+        assert answer.status_code == 200, kind
 
 
 def test_a_long_prompt_is_refused_with_openais_code(ask):
