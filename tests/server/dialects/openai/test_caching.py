@@ -139,6 +139,16 @@ def test_messages_of_all_roles_can_have_breakpoints(fresh, message):
     assert (message + 1) * 90 < entry.num_tokens < (message + 1) * 160
 
 
+def test_a_breakpoint_in_a_text_beside_a_call_is_at_the_texts_end(fresh):
+    call = {"type": "function_call", "call_id": "c", "name": "lookup", "arguments": "{}"}
+    told = [user(document("gold")), {"role": "assistant", "content": document("lead")}, call]
+    told.append({"role": "assistant", "content": [given(document("copper"), MARK)]})
+    for rest in ([], [{"type": "function_call_output", "call_id": "c", "output": document("zinc")}]):
+        fresh.respond([*told, *rest], EXPLICIT)
+        (entry,) = fresh.entries()
+        assert 400 < entry.num_tokens < 480, "each of the three documents has about 140 tokens"
+
+
 def test_the_latest_four_breakpoints_count_or_three_and_the_end(fresh):
     parts = [text(document(f"part {number}", 4), MARK) for number in range(6)]
     fresh.chat([user([*parts, text("What is it?")])], EXPLICIT)

@@ -126,9 +126,10 @@ def test_reasoning_items_come_back_as_they_were_sent(url):
     answer = {"role": "assistant", "content": "Yes."}
     told = call(url, input=[{"role": "user", "content": ASK}, item, answer, {"role": "user", "content": "So?"}])
     assert told.status == "completed"
-    item["encrypted_content"] = "gAAAA*"
-    with pytest.raises(openai.BadRequestError, match="not of this server"):
-        call(url, input=[{"role": "user", "content": ASK}, item])
+    for foreign in ("gAAAA*", "gAAé", "//8="):
+        item["encrypted_content"] = foreign
+        with pytest.raises(openai.BadRequestError, match="not of this server"):
+            call(url, input=[{"role": "user", "content": ASK}, item])
 
 
 @pytest.mark.parametrize(

@@ -48,20 +48,26 @@ class Breakpoints:
     def __init__(self, num_before: int = 0) -> None:
         """`num_before`: the number of the prompt's messages before the message with the index 0."""
         self.seen: list[tuple[Place, str | None]] = []
-        """The place and the `ttl` of each breakpoint."""
+        """The place and the `ttl` of each breakpoint; of one content, only of the latest MOST_MARKS."""
         self._num_before = num_before
 
-    def text(self, content: str | Sequence[TextPart] | None, where: str, index: int, role: str) -> str:
-        """Return a message's text, and collect its breakpoints. Raises APIError 400 for invalid breakpoints."""
+    def text(self, content: str | Sequence[TextPart] | None, where: str, index: int, role: str, begun: str = "") -> str:
+        """Return a message's text, which begins with `begun`, and collect its breakpoints.
+
+        Raises APIError 400 for invalid breakpoints.
+        """
         if content is None or isinstance(content, str):
-            return content or ""
+            return begun + (content or "")
         texts = [part.text for part in content]
-        for number, part in enumerate(content):
-            if part.prompt_cache_breakpoint is not None:
-                mark = _breakpoint(part, f"{where}[{number}]")
-                size = len(joined_parts(texts[: number + 1], role))
-                self.seen.append((Place(index + self._num_before, size), mark.ttl))
-        return joined_parts(texts, role)
+        marked = [
+            (number, _breakpoint(part, f"{where}[{number}]").ttl)
+            for number, part in enumerate(content)
+            if part.prompt_cache_breakpoint is not None
+        ]
+        for number, ttl in marked[-MOST_MARKS:]:  # earlier ones never count, and joining for each would take long
+            size = len(begun) + len(joined_parts(texts[: number + 1], role))
+            self.seen.append((Place(index + self._num_before, size), ttl))
+        return begun + joined_parts(texts, role)
 
 
 def _breakpoint(part: TextPart, where: str) -> Breakpoint:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import functools
 import logging
 import secrets
@@ -86,11 +85,12 @@ def continued(conversation: Sequence[Message], items: str | Sequence[Item], brea
                         f"{where} is the model's, and has a picture; models write text, send it in a user's message",
                         param=f"{where}.content",
                     )
-                text = breakpoints.text(item.content, f"{where}.content", index, item.role)
+                answer = _assistant("", reasoning)
                 if reasoning is None and messages and messages[-1].get("tool_calls"):  # text between calls and outputs
-                    messages[-1] = {**messages[-1], "content": messages[-1]["content"] + text}
-                else:
-                    messages.append(_assistant(text, reasoning))
+                    answer = messages.pop()
+                place = f"{where}.content"
+                text = breakpoints.text(item.content, place, len(messages), item.role, answer["content"])
+                messages.append({**answer, "content": text})
                 reasoning = None
             case InputMessage():
                 role = "system" if item.role == "developer" else item.role
@@ -140,7 +140,7 @@ def _reasoning(item: ReasoningItem, where: str) -> str:
         return "".join(part.text for part in item.content or item.summary or ())
     try:
         return base64.b64decode(item.encrypted_content, validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:
         message = "encrypted_content is not of this server; leave the reasoning item out"
         raise bad_request(message, param=f"{where}.encrypted_content") from None
 
