@@ -219,6 +219,7 @@ _NOT_KEPT = [
     ({"ttl": 300}, "ttl", "valid string"),
     ({"ttl": "9s", "expireTime": "2099-01-01T00:00:00Z"}, "expireTime", "cannot be combined"),
     ({"expireTime": "2020-01-01T00:00:00Z"}, "expireTime", "has passed"),
+    ({"expireTime": "9999-12-31T23:59:59-23:59"}, "expireTime", "is after 9999-12-31"),
     *(({"expire_time": text}, "expireTime", "is not a time") for text in _NO_TIMES),
     ({"contents": [{"parts": [{"text": "x"}]}]}, None, _TOO_SMALL),
     ({"contents": None}, "contents", "nothing to cache"),

@@ -303,6 +303,9 @@ def _end(body: CreateCachedContentRequest | UpdateCachedContentRequest, now_us: 
     if expires_us <= now_us:
         message = f"expireTime={body.expire_time!r} has passed: it is {timestamp(now_us)}; give a later time"
         raise bad_request(message, param="expireTime")
+    if expires_us > LATEST_US:
+        message = f"expireTime={body.expire_time!r} is after {timestamp(LATEST_US)}; give an earlier time"
+        raise bad_request(message, param="expireTime")
     return expires_us
 
 
