@@ -181,6 +181,25 @@ def test_a_client_that_leaves_while_its_content_is_computed_leaves_nothing(serve
     assert httpx.get(f"{server.url}/v1/cachedContents").json() == {}
 
 
+def test_a_client_that_leaves_while_its_content_is_stored_leaves_the_content_and_its_entry(server):
+    store = server.service.cached_contents
+    server.start(store._writing.acquire()).result(60)  # a slow disk
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/cachedContents", json=BODY, timeout=2)
+    wait_until(lambda: not store._coming)
+    assert len(entries(server)) == 1
+
+    async def release() -> None:
+        store._writing.release()
+
+    server.start(release()).result(60)
+    wait_until(lambda: store.num_bytes)
+    [content] = httpx.get(f"{server.url}/v1/cachedContents").json()["cachedContents"]
+    assert list(entries(server)) == [content["name"]]
+    assert httpx.delete(f"{server.url}/v1/{content['name']}").json() == {}
+    assert entries(server) == {}
+
+
 @pytest.mark.parametrize("options", [{"max_pinned_share": 0.0}, {"enable_prefix_caching": False}])
 def test_an_engine_that_keeps_nothing_serves_them_all_the_same(options):
     with embedded_llm(**options) as llm, ServerThread(llm, ServerConfig()) as server, google(server.url) as ask:

@@ -111,7 +111,7 @@ async def create_cached_content(
             await _drop(service, content.id)
             raise
         content = replace(content, num_tokens=num_tokens)
-        await store.add(content)
+        await asyncio.shield(store.add(content))  # if the client leaves, a kept prefix must still have its content
     return json_response(_report(content))
 
 
@@ -153,7 +153,7 @@ async def update_cached_content(content_id: str, call: CallWith[UpdateCachedCont
         return changed
 
     # Shielded: if the client leaves, the content and its KV must still get the same end.
-    return json_response(_report(await asyncio.shield(asyncio.ensure_future(change()))))
+    return json_response(_report(await asyncio.shield(change())))
 
 
 @served(router, "DELETE", "cachedContents/{content_id}")
@@ -166,7 +166,7 @@ async def delete_cached_content(content_id: str, request: Request, tenant: Autho
         await service.cached_contents.delete(content)
         await _drop(service, content_id)
 
-    await asyncio.shield(asyncio.ensure_future(end()))
+    await asyncio.shield(end())
     return json_response({})
 
 
