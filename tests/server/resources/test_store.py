@@ -140,6 +140,7 @@ def test_a_content_is_there_until_its_end_and_its_file_goes_with_it(cache_dir):
     assert asyncio.run(kept.set_end(other, 1040 * 10**6, 1020 * 10**6)) is None
     assert [path.name for path in files_in(cache_dir)] == [one.id]
     clock.now = 1030.0
+    assert asyncio.run(kept.set_end(one, 1040 * 10**6, 1029 * 10**6)) is None, "it ended while the call waited"
     assert asyncio.run(kept.find(ALICE, one.id)) is None
     assert files_in(cache_dir) == []
     assert kept.num_bytes == 0

@@ -365,7 +365,7 @@ class CachedContents:
         """Move the end of a resource. Returns the changed resource; None if it has ended meanwhile."""
         async with self._writing:
             current = self._contents.get(item.id)
-            if current is None or current.expires_us <= now_us:
+            if current is None or current.expires_us <= self.now_us:  # `now_us` may have been long ago
                 return None
             changed = self._contents[item.id] = replace(current, expires_us=expires_us, updated_us=now_us)
             await self._write(changed)
