@@ -109,7 +109,7 @@ class BodyLimits:
                 self._check_conversation(name, value, "parts")
             case "systemInstruction" | "system_instruction":
                 self._check_conversation(name, [value], "parts")
-            case "generateContentRequest" | "generate_content_request":
+            case "generateContentRequest" | "generate_content_request" if value is not None:
                 self.check_counts(model, value)
             case "instructions" | "instruction" | "documents" | "question" | "query":
                 self._check_pieces(name, value)

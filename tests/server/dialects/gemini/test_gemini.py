@@ -234,6 +234,8 @@ def test_a_count_is_the_prompts_length(server, ask):
     path = f"/v1/models/{MODEL}:countTokens"
     whole = generate(server.url, {"generateContentRequest": {"model": f"models/{MODEL}", **BODY}}, path).json()
     assert whole["totalTokens"] == generate(server.url, BODY).json()["usageMetadata"]["promptTokenCount"]
+    null = generate(server.url, {"contents": BODY["contents"], "generateContentRequest": None}, path).json()
+    assert null == generate(server.url, {"contents": BODY["contents"]}, path).json()
     for neither in ({}, {"contents": BODY["contents"], "generate_content_request": BODY}):
         assert generate(server.url, neither, path).status_code == 400
 
