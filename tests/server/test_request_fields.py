@@ -259,6 +259,8 @@ def test_unknown_fields_can_be_ignored_and_are_told_once_a_name(caplog):
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature")
         with_tool = {"tools": [{"type": "function", "function": {"name": "f", "colour": 1}}], "tool_choice": "none"}
         assert post(server.url, "/v1/chat/completions", {**CONVERSATION, **with_tool}).is_success
+        with_tool["tools"] *= 3
+        assert post(server.url, "/v1/chat/completions", {**CONVERSATION, **with_tool}).is_success
     told = [record.args[0] for record in caplog.records if record.name == "foreword.server.bodies.fields"]
     names = ["colour", "shape", "tools.function.colour", *(name for _, name in NESTED)]
     assert sorted(told) == sorted(names)

@@ -45,6 +45,8 @@ Unsupported = Annotated[Any, _UNSUPPORTED]
 Whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 """Reads an integer that some clients write as 40.0."""
 logger = logging.getLogger(__name__)
+MOST_ROUNDS = 256
+"""Limit of the validations of one body. Each may find one unknown field only, because long lists fail fast."""
 MAX_LOGGED = 256
 """Limit of the names of unknown fields that are logged and remembered."""
 Place = tuple[int | str, ...]
@@ -107,15 +109,16 @@ class UnknownFields:
 
     def validate(self, model: type[AnyBody], body: Any) -> AnyBody:
         """Validate parsed JSON. If unknown fields are ignored, they are removed from `body`. Raises ValidationError."""
-        try:
-            return model.model_validate(body)
-        except ValidationError as error:
-            unknown = _unknown(error)
-            if not self._ignored or not unknown:
-                raise
-        for place in unknown:
-            _remove(body, place)
-            self._log(place)
+        for _ in range(MOST_ROUNDS if self._ignored else 0):
+            try:
+                return model.model_validate(body)
+            except ValidationError as error:
+                unknown = _unknown(error)
+            if not unknown:
+                break
+            for place in unknown:
+                _remove(body, place)
+                self._log(place)
         return model.model_validate(body)
 
     def _log(self, place: Place) -> None:
