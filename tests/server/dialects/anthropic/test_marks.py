@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
 
+from foreword.server.dialects.anthropic.fields import CreateMessageRequest
+from foreword.server.dialects.anthropic.messages import chat_of
 from foreword.server.options import ServerConfig
 from live_server import FALCON, MODEL, ServerThread, document, embedded_llm, post
 
@@ -362,3 +365,18 @@ def test_diagnostics_name_the_earliest_part_that_changed(world):
     ):
         start = next(event for event in stream if event.type == "message_start")
         assert start.message.diagnostics.cache_miss_reason.type == "messages_changed"
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_time_for_many_blocks_is_in_proportion_to_their_number(world):
+    def seconds(num_blocks: int) -> float:
+        blocks = [{"type": "text", "text": "a"}] * num_blocks
+        told = [{"role": role, "content": blocks} for role in ("user", "assistant", "user")]
+        body = CreateMessageRequest.model_validate({"model": MODEL, "max_tokens": 1, "messages": told})
+        started = time.perf_counter()
+        chat_of(world.service, body, 0)
+        return time.perf_counter() - started
+
+    few, many = (min(seconds(count) for _ in range(3)) for count in (1000, 16_000))
+    assert many < 64 * few

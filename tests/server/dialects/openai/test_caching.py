@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from foreword.server.dialects.openai.caching import Breakpoints
+from foreword.server.dialects.openai.fields import TextPart
 from foreword.server.options import ServerConfig
 from live_server import FALCON, MODEL, ServerThread, client, document, embedded_llm, post, wait_until
 
@@ -390,3 +393,16 @@ def test_nothing_is_meant_by_null_and_tokenize_checks_breakpoints_without_keepin
     assert post(fresh.url, "/tokenize", {"messages": marked("pine")}, headers=headers).status_code == 200
     assert post(fresh.url, "/tokenize", {"messages": marked("pine", {})}, headers=headers).status_code == 400
     assert fresh.entries() == []
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_time_for_many_breakpoints_is_in_proportion_to_their_number():
+    def seconds(num_parts: int) -> float:
+        parts = [TextPart(**text("a", MARK))] * num_parts
+        started = time.perf_counter()
+        Breakpoints().text(parts, "content", 0, "user")
+        return time.perf_counter() - started
+
+    few, many = (min(seconds(count) for _ in range(3)) for count in (1000, 16_000))
+    assert many < 64 * few

@@ -212,14 +212,16 @@ class _MessageWriter:
 
     def _assistant(self, turn: _Turn) -> None:
         texts: list[str] = []
+        size = 0
         thoughts: list[str] = []
         message: Plain = {"role": "assistant", "content": ""}
         for where, block in turn.blocks:
             match block:
                 case TextBlock():
                     texts.append(block.text)
+                    size += len(block.text)
                     if block.text:
-                        self._marks.see(where, block.cache_control, Place(len(self._messages), sum(map(len, texts))))
+                        self._marks.see(where, block.cache_control, Place(len(self._messages), size))
                 case ThinkingBlock():
                     thoughts.append(block.thinking)
                 case RedactedThinkingBlock():
@@ -262,13 +264,14 @@ def _pictures(blocks: Iterable[tuple[str, TextBlock | ImageBlock]]) -> Plain:
 
 def _joined(blocks: Iterable[tuple[str, TextBlock | ImageBlock]], marks: Marks, index: int, begun: str = "") -> str:
     """Return a message's content: `begun`, then the texts of blocks. `marks` sees each block."""
-    text, separator = begun, ""
+    pieces, size, separator = [begun], len(begun), ""
     for where, block in blocks:
-        text = f"{text}{'' if isinstance(block, ImageBlock) else separator}{block.text}"
+        pieces += ["" if isinstance(block, ImageBlock) else separator, block.text]
+        size += len(pieces[-2]) + len(pieces[-1])
         separator = "" if isinstance(block, ImageBlock) else "\n"
         if block.text:
-            marks.see(where, block.cache_control, Place(index, len(text)))
-    return text
+            marks.see(where, block.cache_control, Place(index, size))
+    return "".join(pieces)
 
 
 def _misplaced(where: str, block: AnyBlock, role: str) -> APIError:
