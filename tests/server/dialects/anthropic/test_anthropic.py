@@ -209,6 +209,9 @@ def test_a_system_prompt_that_no_model_holds_is_refused_by_count(server, system,
     assert told in answer.json()["error"]["message"]
 
 
+THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -226,6 +229,7 @@ def test_a_system_prompt_that_no_model_holds_is_refused_by_count(server, system,
         ({"cache_control": {"type": "persistent"}}, "cache_control.type: "),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl: "),
         ({"messages": [{"role": "user", "content": []}]}, "messages.0.content: "),
+        ({"messages": [*ASK["messages"], {"role": "assistant", "content": [THOUGHT]}]}, "messages.1: the last answer"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )

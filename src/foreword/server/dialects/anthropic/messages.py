@@ -279,7 +279,7 @@ def _misplaced(where: str, block: AnyBlock, role: str) -> APIError:
 
 
 def _check_continued(turn: _Turn, body: Request) -> None:
-    """Raise APIError 400 for an answer that cannot be continued: it has calls, or must follow a schema."""
+    """Raise APIError 400 for an answer that cannot be continued: it has calls or no text, or must follow a schema."""
     calls = [block.id for _, block in turn.blocks if isinstance(block, ToolUseBlock)]
     if calls:
         raise bad_request(
@@ -287,6 +287,8 @@ def _check_continued(turn: _Turn, body: Request) -> None:
             f"{', '.join(calls)[:200]}. Each `tool_use` block must have a corresponding `tool_result` block in the "
             "next message."
         )
+    if not any(isinstance(block, TextBlock) and block.text.strip() for _, block in turn.blocks):
+        raise bad_request(f"{turn.where}: the last answer has no text to continue; give text, or leave the message out")
     if output_format(body) is not None:
         raise bad_request("output_config.format: cannot be combined with a last message of the assistant")
 
