@@ -163,6 +163,7 @@ def test_the_assistants_last_message_is_continued(server, ask):
     theirs = client(server.url).chat.completions.create(model=MODEL, messages=told, temperature=0, extra_body=fields)
     assert answer.message.content == theirs.choices[0].message.content
     assert answer.prompt_eval_count == theirs.usage.prompt_tokens
+    assert ask.chat(MODEL, [*FALCON, {"role": "assistant", "content": " "}], options=GREEDY).done, "a new answer"
 
 
 # ---------------------------------------------------------------------- models

@@ -31,7 +31,7 @@ def chat_of(service: Service, body: OllamaChatRequest | GenerateRequest, num_byt
     """Return the chat that a body asks for. Raises APIError 400."""
     if isinstance(body, GenerateRequest):
         has_system = body.system and not body.context  # a context begins with the system message
-        messages = [{"role": "system", "content": body.system}] if has_system else []
+        messages: list[Plain] = [{"role": "system", "content": body.system}] if has_system else []
         if body.context and body.images:
             raise bad_request("images cannot be combined with context; send messages to /api/chat", param="images")
         messages.append(_shown("user", body.prompt, body.images))
@@ -39,7 +39,7 @@ def chat_of(service: Service, body: OllamaChatRequest | GenerateRequest, num_byt
     else:
         messages, tools = _messages(body.messages or ()), body.tools or ()
     last = messages[-1]
-    continues = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+    continues = last["role"] == "assistant" and bool(last["content"].strip()) and "tool_calls" not in last
     return Chat(
         messages,
         [
