@@ -208,7 +208,7 @@ def test_with_a_secret_values_of_strangers_are_deleted(server, tmp_path):
 def test_a_server_that_hangs_in_mid_load_costs_no_more_than_the_deadline(server, monkeypatch):
     late_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s)
-    for module in ("ticket", "store.client", "store.state", "store.valkey_tier"):
+    for module in ("ticket", "loads", "store.client", "store.state", "store.valkey_tier"):
         monkeypatch.setattr(f"foreword.tiers.{module}.time", clock)
 
     def hang_until_the_deadline() -> None:

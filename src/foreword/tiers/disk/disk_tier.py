@@ -85,7 +85,7 @@ class DiskTier(AbstractContextManager["DiskTier"]):
             raise
         self._loader.start()
         self._storer.thread.start()
-        self.load, self.estimate_load_s = self._loader.load, self._loader.estimate_load_s
+        self.load, self.estimate_load_s = self._loader.loads.load, self._loader.loads.estimate_s
         self.store = self._storer.store
         """See `Tier`."""
         self._is_closed = False
@@ -167,7 +167,7 @@ class DiskTier(AbstractContextManager["DiskTier"]):
         stats.num_blocks = len(state.index)
         stats.stored_bytes, stats.shared_bytes = space.own_bytes, space.used_bytes
         stats.budget_bytes = space.budget_bytes
-        stats.load_bytes_per_s = self._loader.rate.bytes_per_s
+        stats.load_bytes_per_s = self._loader.loads.rate.bytes_per_s
         stats.queued_load_bytes, stats.queued_store_bytes = self._loader.thread.amount, self._storer.thread.amount
         stats.is_scanned = self._scanner.finished.is_set()
         return stats

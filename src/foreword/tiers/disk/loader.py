@@ -30,10 +30,10 @@ from foreword.tiers.disk.files import close_quietly, read_fully
 from foreword.tiers.disk.segment_index import Rows
 from foreword.tiers.disk.segments import PAGE, block_checksum, padded
 from foreword.tiers.disk.state import DiskState
-from foreword.tiers.load_rate import LoadRate
+from foreword.tiers.loads import Load, Loads
 from foreword.tiers.rare_warning import RareWarning
-from foreword.tiers.ticket import FORGOTTEN, JobThread, Outcome, Ticket
-from foreword.tiers.tier import BlockKeys, BlockSink, DoneCallback
+from foreword.tiers.ticket import JobThread, Outcome
+from foreword.tiers.tier import BoolArray
 
 logger = logging.getLogger(__name__)
 ALIGNED_BYTES = 2 << 20
@@ -224,63 +224,29 @@ def _carried_over(piece: Piece, before: Content, content: Content, room: memoryv
     return Content(content.offset - carry, room[front - carry : front + len(content.data)], content.error)
 
 
-@dataclass(slots=True)
-class Load:
-    """A load under way."""
-
-    keys: BlockKeys
-    payload_bytes: npt.NDArray[np.int64]
-    sink: BlockSink
-    ticket: Ticket
-    places: Rows | None = None
-    """The rows of the blocks that are read; None before they are looked up."""
-
-
 class Loader:
     """Works on loads in the order in which they were asked for. `start` begins its threads, `close` ends them."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
-        self.rate = LoadRate()
         self._reader = ReadAhead(state)
         self._opened = np.empty(0, np.uint8)
         """The memory for decrypted payloads."""
         self.thread: JobThread[Load] = JobThread("foreword-tier-load", self._load, state.options.max_queued_load_bytes)
+        self.loads = Loads(self.thread, state, self._forget)
 
     def start(self) -> None:
         self._reader.start()
         self.thread.start()
-
-    def estimate_load_s(self, num_bytes: int) -> float:
-        """See `Tier.estimate_load_s`."""
-        return self.rate.estimate_s(self.thread.amount + num_bytes)
-
-    def load(
-        self,
-        keys: BlockKeys,
-        payload_bytes: npt.NDArray[np.int64],
-        sink: BlockSink,
-        *,
-        deadline_s: float,
-        on_done: DoneCallback | None = None,
-    ) -> Ticket:
-        """See `Tier.load`. If the queue is full, the ticket ends at once."""
-
-        def before_done(outcomes: npt.NDArray[np.uint8]) -> None:
-            lost = np.isin(outcomes, FORGOTTEN)
-            self._state.index.forget(keys.select(lost), None if load.places is None else load.places[lost])
-            self._state.count_load(outcomes)
-
-        ticket = Ticket(len(keys), deadline_s=deadline_s, before_done=before_done, on_done=on_done)
-        load = Load(keys, payload_bytes, sink, ticket)
-        self.thread.add(load, int(payload_bytes.sum()))
-        return ticket
 
     def close(self, timeout_s: float) -> None:
         """Cancel queued loads and end the threads; a thread that hangs in a system call is left alone."""
         self.thread.stop_after(0.0)
         self.thread.join(timeout_s)
         self._reader.close(timeout_s)
+
+    def _forget(self, load: Load, lost: BoolArray) -> None:
+        self._state.index.forget(load.keys.select(lost), None if load.places is None else load.places[lost])
 
     # ------------------------------------------------------------------------------ the loading thread
 
@@ -297,15 +263,9 @@ class Loader:
             if load.ticket.done or self._state.closing.is_set():
                 break
             self._deliver(load, piece, places, content)
-        loaded = np.flatnonzero(load.ticket.outcomes_so_far() == Outcome.DONE)
-        if len(loaded):
-            self._state.index.touch(load.keys.select(loaded), self._state.clock.now_s())
-            num_bytes = int(load.payload_bytes[loaded].sum())
-            self._state.count(num_loaded=len(loaded), loaded_bytes=num_bytes)
-            self.rate.measure(num_bytes, time.monotonic() - began)
-        load.ticket.finish(Outcome.CANCELLED)
-        if Outcome.TIMEOUT in load.ticket.report.outcomes:
-            self.rate.measure_late(int(load.payload_bytes[loaded].sum()), time.monotonic() - began)
+        loaded = self.loads.measure(load, began)
+        self._state.index.touch(load.keys.select(loaded), self._state.clock.now_s())
+        self.loads.finish(load, Outcome.CANCELLED, began)
 
     def _deliver(self, load: Load, piece: Piece, places: Rows, content: Content) -> None:
         """Verify the blocks of a piece and hand them over."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -22,9 +21,9 @@ import numpy.typing as npt
 import xxhash
 
 from foreword.errors import ConfigError
-from foreword.tiers.load_rate import LoadRate
-from foreword.tiers.ticket import FORGOTTEN, JobThread, Outcome, Ticket
-from foreword.tiers.tier import PINNED, BlockKeys, BlockRun, BlockSink, BoolArray, DoneCallback, TierCounts, TierStats
+from foreword.tiers.loads import Load, Loads
+from foreword.tiers.ticket import JobThread, Outcome, Ticket
+from foreword.tiers.tier import PINNED, BlockKeys, BlockRun, BoolArray, DoneCallback, TierCounts, TierStats
 
 MAX_QUEUED_BYTES = 1 << 30
 PATIENCE_S = 5.0
@@ -44,14 +43,11 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """A load or a store under way."""
+class _Store:
+    """A store under way."""
 
-    names: list[Name]
-    payload_bytes: list[int]
+    run: BlockRun
     ticket: Ticket
-    sink: BlockSink | None = None
-    run: BlockRun | None = None
 
 
 class HostTier(AbstractContextManager["HostTier"]):
@@ -72,9 +68,11 @@ class HostTier(AbstractContextManager["HostTier"]):
         copied without it: only the copying thread gives places away, so a block that it reads is not overwritten.
         """
         self._counts = TierCounts()
-        self._rate = LoadRate()
         self._is_closed = False
-        self._thread: JobThread[_Job] = JobThread("foreword-host", self._work, MAX_QUEUED_BYTES)
+        self._thread: JobThread[Load | _Store] = JobThread("foreword-host", self._work, MAX_QUEUED_BYTES)
+        self._loads = Loads(self._thread, self._counts, lambda load, lost: self.forget(load.keys.select(lost)))
+        self.load, self.estimate_load_s = self._loads.load, self._loads.estimate_s
+        """See `Tier`."""
         self._thread.start()
 
     def __exit__(self, *exc_info: object) -> None:
@@ -95,32 +93,9 @@ class HostTier(AbstractContextManager["HostTier"]):
         ticket.finish(Outcome.MISSING)
         return ticket
 
-    def load(
-        self,
-        keys: BlockKeys,
-        payload_bytes: npt.NDArray[np.int64],
-        sink: BlockSink,
-        *,
-        deadline_s: float,
-        on_done: DoneCallback | None = None,
-    ) -> Ticket:
-        names = keys.names()
-
-        def before_done(outcomes: npt.NDArray[np.uint8]) -> None:
-            self._forget(names[at] for at in np.flatnonzero(np.isin(outcomes, FORGOTTEN)))
-            self._counts.count_load(outcomes)
-
-        ticket = Ticket(len(keys), deadline_s=deadline_s, before_done=before_done, on_done=on_done)
-        self._thread.add(_Job(names, payload_bytes.tolist(), ticket, sink=sink), int(payload_bytes.sum()))
-        return ticket
-
-    def estimate_load_s(self, num_bytes: int) -> float:
-        return self._rate.estimate_s(self._thread.amount + num_bytes)
-
     def store(self, run: BlockRun, *, on_done: DoneCallback | None = None) -> Ticket:
         ticket = Ticket(len(run.keys), before_done=self._counts.count_store, on_done=on_done)
-        job = _Job(run.keys.names(), run.payload_bytes.tolist(), ticket, run=run)
-        self._thread.add(job, int(run.payload_bytes.sum()))
+        self._thread.add(_Store(run, ticket), int(run.payload_bytes.sum()))
         return ticket
 
     def forget(self, keys: BlockKeys) -> None:
@@ -139,7 +114,7 @@ class HostTier(AbstractContextManager["HostTier"]):
         stats.num_blocks, place_bytes = len(self._index), self._places.shape[1]
         stats.stored_bytes = stats.shared_bytes = stats.num_blocks * place_bytes
         stats.budget_bytes = self._places.size
-        stats.load_bytes_per_s = self._rate.bytes_per_s
+        stats.load_bytes_per_s = self._loads.rate.bytes_per_s
         stats.queued_load_bytes = self._thread.amount
         return stats
 
@@ -151,55 +126,50 @@ class HostTier(AbstractContextManager["HostTier"]):
 
     # ------------------------------------------------------------------------------ the copying thread
 
-    def _work(self, job: _Job) -> None:
-        began, num_bytes = time.monotonic(), 0
-        for index in range(len(job.names)):
-            if job.ticket.done:
+    def _work(self, job: Load | _Store) -> None:
+        began, ticket = time.monotonic(), job.ticket
+        blocks = job.run if isinstance(job, _Store) else job
+        for index, (name, size) in enumerate(zip(blocks.keys.names(), blocks.payload_bytes.tolist(), strict=True)):
+            if ticket.done:
                 break
-            num_bytes += self._store(job, index) if job.run is not None else self._load(job, index)
-        if job.sink is not None:
-            self._rate.measure(num_bytes, time.monotonic() - began)
-        job.ticket.finish(Outcome.CANCELLED)
+            if isinstance(job, _Store):
+                self._store(job, index, name, size)
+            elif (outcome := self._load(job, index, name, size)) is not None:
+                ticket.settle(index, outcome)
+        if isinstance(job, Load):
+            self._loads.measure(job, began)
+        ticket.finish(Outcome.CANCELLED)
 
-    def _load(self, job: _Job, index: int) -> int:
-        """Verify a block and hand it over; returns its bytes, or 0 if that fails."""
-        ticket, sink, size = job.ticket, job.sink, job.payload_bytes[index]
-        assert sink is not None
+    def _load(self, job: Load, index: int, name: Name, size: int) -> Outcome | None:
+        """Verify a block and hand it over; None if the ticket has ended, or knows the outcome."""
         with self._lock:
-            place = self._find(job.names[index])
-            if place is not None and place.num_bytes == size:
-                self._index.move_to_end(job.names[index])
-        if place is None or place.num_bytes != size:
-            ticket.settle(index, Outcome.MISSING)
-            return 0
+            place = self._find(name)
+            if place is None or place.num_bytes != size:
+                return Outcome.MISSING
+            self._index.move_to_end(name)
         payload = self._places[place.number, :size]
         if xxhash.xxh3_128_digest(payload.data) != place.checksum:
-            ticket.settle(index, Outcome.CORRUPT)
-            return 0
-        if not ticket.transfer(index, lambda: sink.put(index, payload.data.toreadonly())):
-            return 0
-        ticket.settle(index, Outcome.DONE)
-        self._counts.count(num_loaded=1, loaded_bytes=size)
-        return size
+            return Outcome.CORRUPT
+        was_given = job.ticket.transfer(index, lambda: job.sink.put(index, payload.data.toreadonly()))
+        return Outcome.DONE if was_given else None
 
-    def _store(self, job: _Job, index: int) -> int:
-        """Copy a block into a place; returns its bytes, or 0 if it was not copied."""
-        ticket, run, size, name = job.ticket, job.run, job.payload_bytes[index], job.names[index]
-        assert run is not None
+    def _store(self, job: _Store, index: int, name: Name, size: int) -> None:
+        """Copy a block into a place."""
+        ticket, run = job.ticket, job.run
         if size > self._places.shape[1]:
             ticket.settle(index, Outcome.NO_ROOM)
-            return 0
+            return
         with self._lock:
             is_here = self._find(name) is not None
             number = -1 if is_here else self._take_place()
         if is_here:
             ticket.settle(index, Outcome.PRESENT)
-            return 0
+            return
         out = self._places[number, :size]
         if not ticket.transfer(index, lambda: run.source.take(index, out.data)):
             with self._lock:
                 self._free.append(number)
-            return 0
+            return
         expires = np.inf if run.ttl_s is None else time.monotonic() + run.ttl_s
         checksum, is_pinned = xxhash.xxh3_128_digest(out.data), bool(run.flags[index] & PINNED)
         with self._lock:
@@ -209,7 +179,6 @@ class HostTier(AbstractContextManager["HostTier"]):
             self._index[name] = _Place(number, size, checksum, is_pinned, expires)
         ticket.settle(index, Outcome.DONE)
         self._counts.count(num_written=1, written_bytes=size)
-        return size
 
     # ------------------------------------------------------------------------------ places
 
@@ -232,7 +201,7 @@ class HostTier(AbstractContextManager["HostTier"]):
         with self._lock:
             return np.array([self._find(name) is not None for name in names], bool)
 
-    def _forget(self, names: Iterator[Name] | list[Name]) -> None:
+    def _forget(self, names: list[Name]) -> None:
         with self._lock:
             for name in names:
                 place = self._index.pop(name, None)

@@ -25,25 +25,23 @@ import logging
 import math
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from foreword.errors import ConfigError
 from foreword.tiers.cipher import read_secret
-from foreword.tiers.load_rate import LoadRate
+from foreword.tiers.loads import Load, Loads
 from foreword.tiers.rare_warning import RareWarning
 from foreword.tiers.store.client import Link, Refusal, Reply, ServerGoneError, ServerRefusedError, StoreServer
 from foreword.tiers.store.state import CircuitBreaker, StoreOptions, StoreState, StoreView
 from foreword.tiers.store.value import HEADER_BYTES, ValueFormat, server_key
-from foreword.tiers.ticket import FORGOTTEN, JobThread, Outcome, Ticket
+from foreword.tiers.ticket import JobThread, Outcome, Ticket
 from foreword.tiers.tier import (
     KEY_BYTES,
     NAMESPACE_BYTES,
     BlockKeys,
     BlockRun,
-    BlockSink,
     BoolArray,
     DoneCallback,
     TierStats,
@@ -167,120 +165,77 @@ def exist(link: Link, names: list[bytes]) -> BoolArray:
     return here
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A load under way."""
-
-    names: list[bytes]
-    payload_bytes: list[int]
-    sink: BlockSink
-    ticket: Ticket
-    deadline: float
-    bad: list[bytes] = field(default_factory=list)
-    """Blocks whose values will be deleted."""
-
-
 class StoreLoader:
     """Works on loads in the order in which they were asked for."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
         self.link = state.server.link()
-        self.rate = LoadRate()
         self._bad_values = RareWarning(logger, "the store holds a damaged or foreign value under %s; it is deleted")
         self._undeleted = RareWarning(logger, "bad values could not be deleted from the store: %s")
         self.thread: JobThread[Load] = JobThread("foreword-store-load", self._load, state.options.max_queued_load_bytes)
+        self.loads = Loads(self.thread, state, self._forget, lambda: state.breaker.is_closed or state.closing.is_set())
 
-    def load(
-        self,
-        keys: BlockKeys,
-        payload_bytes: npt.NDArray[np.int64],
-        sink: BlockSink,
-        *,
-        deadline_s: float,
-        on_done: DoneCallback | None = None,
-    ) -> Ticket:
-        """See `Tier.load`. A full queue ends the ticket at once. So does an open breaker, with IO_ERROR."""
-        names = keys.names()
-
-        def before_done(outcomes: npt.NDArray[np.uint8]) -> None:
-            failed = np.flatnonzero(np.isin(outcomes, FORGOTTEN))
-            self._state.view.note_absent([names[at] for at in failed], self._state.options.absent_s)
-            self._state.count_load(outcomes)
-
-        ticket = Ticket(len(names), deadline_s=deadline_s, before_done=before_done, on_done=on_done)
-        load = Load(names, payload_bytes.tolist(), sink, ticket, time.monotonic() + deadline_s)
-        if self._state.breaker.is_closed or self._state.closing.is_set():
-            self.thread.add(load, int(payload_bytes.sum()))
-        else:
-            ticket.finish(Outcome.IO_ERROR)
-        return ticket
-
-    def estimate_load_s(self, num_bytes: int) -> float:
-        """See `Tier.estimate_load_s`."""
-        return self.rate.estimate_s(self.thread.amount + num_bytes)
+    def _forget(self, load: Load, lost: BoolArray) -> None:
+        self._state.view.note_absent(load.keys.select(lost).names(), self._state.options.absent_s)
 
     def _load(self, load: Load) -> None:
         if load.ticket.done or not self._state.breaker.is_closed:
             load.ticket.finish(Outcome.IO_ERROR)
             return
-        outcome, began = Outcome.CANCELLED, time.monotonic()
+        outcome, began, bad = Outcome.CANCELLED, time.monotonic(), list[bytes]()
         try:
             with self._state.session(self.link, deadline=load.deadline) as link:
-                self._receive(load, link)
+                self._receive(load, link, bad)
         except ServerGoneError as error:
             outcome = Outcome.TIMEOUT if error.is_deadline else Outcome.IO_ERROR
-        loaded = np.flatnonzero(load.ticket.outcomes_so_far() == Outcome.DONE).tolist()
-        num_bytes = sum(load.payload_bytes[index] for index in loaded)
-        self._state.count(num_loaded=len(loaded), loaded_bytes=num_bytes)
-        self._state.view.note_present([load.names[index] for index in loaded], self._state.options.present_s)
-        self.rate.measure(num_bytes, time.monotonic() - began)
-        self._delete(load.bad)
-        load.ticket.finish(outcome)
-        if Outcome.TIMEOUT in load.ticket.report.outcomes:
-            self.rate.measure_late(num_bytes, time.monotonic() - began)
+        loaded = self.loads.measure(load, began)
+        self._state.view.note_present(load.keys.select(loaded).names(), self._state.options.present_s)
+        self._delete(bad)
+        self.loads.finish(load, outcome, began)
 
-    def _receive(self, load: Load, link: Link) -> None:
-        """Ask for blocks, at most a window ahead, and deliver them as they come."""
-        count, num_asked, in_flight = len(load.names), 0, 0
+    def _receive(self, load: Load, link: Link, bad: list[bytes]) -> None:
+        """Ask for blocks, at most a window ahead, and deliver them as they come. `bad` gets the names of bad values."""
+        names, sizes = load.keys.names(), load.payload_bytes.tolist()
+        count, num_asked, in_flight = len(names), 0, 0
         for index in range(count):
             if 2 * in_flight <= self._state.options.window_bytes:
                 begin = num_asked
                 while num_asked < count and (num_asked == index or in_flight < self._state.options.window_bytes):
-                    in_flight += load.payload_bytes[num_asked]
+                    in_flight += sizes[num_asked]
                     num_asked += 1
                 # Ask for one byte more than a right value has. If that byte comes, the value is too long.
-                ends = [HEADER_BYTES + load.payload_bytes[at] for at in range(begin, num_asked)]
-                keys = [server_key(name) for name in load.names[begin:num_asked]]
-                link.send([("GETRANGE", key, 0, end) for key, end in zip(keys, ends, strict=True)])
-            reply = link.reply(HEADER_BYTES + load.payload_bytes[index] + 1)
-            in_flight -= load.payload_bytes[index]
+                asked = range(begin, num_asked)
+                link.send([("GETRANGE", server_key(names[at]), 0, HEADER_BYTES + sizes[at]) for at in asked])
+            reply = link.reply(HEADER_BYTES + sizes[index] + 1)
+            in_flight -= sizes[index]
             if load.ticket.done or self._state.closing.is_set():
                 return
-            self._deliver(load, index, reply)
+            if self._deliver(load, index, names[index], reply) == Outcome.CORRUPT:
+                bad.append(names[index])
 
-    def _deliver(self, load: Load, index: int, reply: Reply) -> None:
-        """Verify a block's value and hand its payload over."""
-        ticket, name = load.ticket, load.names[index]
+    def _deliver(self, load: Load, index: int, name: bytes, reply: Reply) -> Outcome:
+        """Verify a block's value and hand its payload over. Returns what was found out about the value."""
+        ticket = load.ticket
         if isinstance(reply, memoryview) and len(reply):
-            outcome = self._state.format.verify(name, load.payload_bytes[index], reply)
+            outcome = self._state.format.verify(name, int(load.payload_bytes[index]), reply)
         elif isinstance(reply, Refusal):
             outcome = Outcome.CORRUPT if reply.code == "WRONGTYPE" else Outcome.IO_ERROR
         else:
             ticket.settle(index, Outcome.MISSING)
-            return
+            return Outcome.MISSING
         if outcome == Outcome.DONE:
             assert isinstance(reply, memoryview)
             payload = reply[HEADER_BYTES:].toreadonly()
             if ticket.transfer(index, lambda: load.sink.put(index, payload)):
                 ticket.settle(index, Outcome.DONE)
-            return
+            return outcome
         if outcome == Outcome.CORRUPT:
             self._bad_values.note(server_key(name))
-            load.bad.append(name)
         if outcome != Outcome.IO_ERROR:
             self._state.view.refuse([name])
         ticket.settle(index, outcome)
+        return outcome
 
     def _delete(self, names: list[bytes]) -> None:
         if names:
@@ -408,7 +363,7 @@ class ValkeyTier(AbstractContextManager["ValkeyTier"]):
         self._state = state
         self._asker, self._loader, self._writer = StoreAsker(state), StoreLoader(state), StoreWriter(state)
         self.probe, self.store = self._asker.probe, self._writer.store
-        self.load, self.estimate_load_s = self._loader.load, self._loader.estimate_load_s
+        self.load, self.estimate_load_s = self._loader.loads.load, self._loader.loads.estimate_s
         """See `Tier`."""
         if secret is None and not server.is_local:
             logger.warning(
@@ -468,7 +423,7 @@ class ValkeyTier(AbstractContextManager["ValkeyTier"]):
         stats.shared_bytes = stats.shared_bytes or stats.written_bytes
         stats.budget_bytes = max(stats.budget_bytes, stats.shared_bytes)
         stats.stored_bytes = min(stats.written_bytes, stats.shared_bytes)
-        stats.load_bytes_per_s = self._loader.rate.bytes_per_s
+        stats.load_bytes_per_s = self._loader.loads.rate.bytes_per_s
         stats.queued_load_bytes, stats.queued_store_bytes = self._loader.thread.amount, self._writer.thread.amount
         stats.breaker, stats.num_breaker_trips = self._state.breaker.state, self._state.breaker.num_trips
         return stats
