@@ -131,7 +131,7 @@ def choose(path: str, headers: Mapping[str, str]) -> tuple[Dialect, str]:
 async def _answer_error(request: Request, error: Exception) -> Response:
     match error:
         case RequestValidationError():
-            error = explain_invalid(error.errors())
+            error = explain_invalid([{**item, "loc": item["loc"][1:]} for item in error.errors()])  # without "query"
         case HTTPException():
             error = _explain_http(request, error)
     return error_response(request, error)

@@ -268,7 +268,7 @@ def _parse(data: bytes) -> Any:
 def explain_invalid(errors: Sequence[Mapping[str, Any]]) -> APIError:
     """Return the APIError that describes a body's first error in a sentence."""
     first = errors[0]
-    where = [part for at, part in enumerate(first["loc"]) if at or part not in ("body", "query", "path")]
+    where: Sequence[int | str] = first["loc"]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")[:200] or None
     problem = first["msg"]
     if first["type"] in ("model_type", "model_attributes_type"):  # pydantic's text names one of our classes

@@ -151,6 +151,14 @@ def test_a_score_that_makes_no_sense_is_refused(server: ServerThread, body: dict
     assert next(iter(body)) in answer.text
 
 
+def test_a_field_is_named_even_if_its_name_is_query(server: ServerThread) -> None:
+    for path, fields in (("score", {"items": ["y"], "label_token_ids": [5]}), ("rerank", {"documents": ["y"]})):
+        error = post(server.url, f"/v1/{path}", fields).json()["error"]
+        assert (error["param"], error["message"]) == ("query", "Missing required parameter: query")
+    assert post(server.url, "/v1/rerank", {"query": 1, "documents": ["y"]}).json()["error"]["param"] == "query"
+    assert httpx.get(f"{server.url}/v1/cache?nodes=x").json()["error"]["param"] == "nodes"
+
+
 @pytest.mark.parametrize(
     ("path", "field", "fields"),
     [
