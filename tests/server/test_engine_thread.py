@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -16,7 +17,7 @@ import pytest
 from doors import runner_of
 from foreword.engine import Engine, Prompt
 from foreword.request import SamplingParams
-from foreword.server.answer_stream import Job
+from foreword.server.answer_stream import AnswerStream, Delta, Finished, Job
 from foreword.server.engine_thread import EngineThread
 from foreword.server.options import ServerConfig
 from foreword.server.records import Listener, Records, RequestRecord
@@ -279,3 +280,30 @@ def test_a_look_that_nobody_waits_for_any_more_does_not_end_the_engine():
         await thread.stop()
 
     asyncio.run(look())
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_reader_that_comes_late_takes_time_in_proportion_to_the_tokens():
+    """The event loop serves nobody else meanwhile."""
+
+    class Nobody:
+        def forget(self, stream: AnswerStream) -> None:
+            pass
+
+        def abort(self, stream: AnswerStream, outcome: str) -> None:
+            pass
+
+    async def seconds(num_tokens: int) -> float:
+        stream = AnswerStream(Nobody(), [], whole=False)
+        for token_id in range(num_tokens):
+            stream.put([Delta(0, "word", [token_id], None, None)])
+        stream.put([Delta(0, ".", [0], None, "stop"), Finished()])
+        started = time.perf_counter()
+        [[delta]] = [deltas async for deltas in stream.deltas()]
+        taken = time.perf_counter() - started
+        assert delta == Delta(0, "word" * num_tokens + ".", [*range(num_tokens), 0], None, "stop")
+        return taken
+
+    few, many = (min(asyncio.run(seconds(count)) for _ in range(3)) for count in (1000, 16_000))
+    assert many < 64 * few

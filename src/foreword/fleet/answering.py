@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from foreword.fleet.messages import Complete, PromptComputed
 from foreword.request import CompletionOutput, RequestMetrics, RequestOutput
-from foreword.server.answer_stream import AnswerStream, Delta, Finished, Job, Shown
+from foreword.server.answer_stream import AnswerStream, Delta, Finished, Job, Shown, joined
 
 
 class Acceptance:
@@ -55,8 +55,8 @@ class Answering:
         self._sent = record.arrival_time
         self._ended = [False] * job.params.n
         """For each choice, whether its end was handed over."""
-        self._whole: dict[int, Delta] = {}
-        """The joined deltas of each choice, for a client that waits for the end."""
+        self._whole: dict[int, list[Delta]] = {}
+        """The deltas of each choice, for a client that waits for the end."""
 
     @property
     def shown(self) -> list[Shown]:
@@ -84,8 +84,7 @@ class Answering:
             record.num_output_tokens = sum(len(choice.token_ids) for choice in self.output.outputs)
             if self._stream.whole:
                 for delta in deltas:
-                    before = self._whole.get(delta.choice)
-                    self._whole[delta.choice] = delta if before is None else before.then(delta)
+                    self._whole.setdefault(delta.choice, []).append(delta)
             else:
                 self._stream.put(deltas)
         return cached
@@ -95,7 +94,7 @@ class Answering:
         if not self.output.finished:
             return
         if self._whole:
-            self._stream.put(list(self._whole.values()))
+            self._stream.put(list(map(joined, self._whole.values())))
         self._stream.num_unfinished -= 1
         if not self._stream.num_unfinished:
             self._stream.put([Finished()])

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from foreword.engine import Prompt
@@ -32,16 +32,15 @@ class Delta:
     stop_reason: int | str | None = None
     """Stop string or token that ended the choice, or a sentence that says why the grammar allows no further token."""
 
-    def then(self, later: Delta) -> Delta:
-        """Join this delta with the next one of the same choice."""
-        return Delta(
-            self.choice,
-            self.text + later.text,
-            [*self.token_ids, *later.token_ids],
-            None if self.logprobs is None else [*self.logprobs, *(later.logprobs or ())],
-            later.finish_reason,
-            later.stop_reason,
-        )
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Join successive deltas of one choice."""
+    first, last = deltas[0], deltas[-1]
+    if first is last:
+        return first
+    logprobs = None if first.logprobs is None else [of_token for delta in deltas for of_token in delta.logprobs or ()]
+    token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+    return replace(last, text="".join(delta.text for delta in deltas), token_ids=token_ids, logprobs=logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,21 +142,21 @@ class AnswerStream:
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """Yield the new deltas, one for each choice with new tokens. Raises APIError if the answer fails."""
         while True:
-            by_choice: dict[int, Delta] = {}
-            while self._events:
+            by_choice: dict[int, list[Delta]] = {}
+            end: Event | None = None
+            while self._events and end is None:
                 event = self._events.popleft()
                 if isinstance(event, Delta):
-                    before = by_choice.get(event.choice)
-                    by_choice[event.choice] = event if before is None else before.then(event)
-                    continue
-                if by_choice:
-                    yield list(by_choice.values())
-                if isinstance(event, APIError):
-                    raise event
-                return
+                    by_choice.setdefault(event.choice, []).append(event)
+                else:
+                    end = event
             if by_choice:
-                yield list(by_choice.values())
-            else:
+                yield list(map(joined, by_choice.values()))
+            if isinstance(end, APIError):
+                raise end
+            if end is not None:
+                return
+            if not by_choice:
                 await self._wait()
 
     async def _wait(self) -> None:
