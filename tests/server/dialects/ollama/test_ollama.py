@@ -229,6 +229,7 @@ def test_what_this_server_lacks_is_refused_by_name(server, ask):
         assert status == 400
         assert f"options.{next(iter(options))}" in message
     assert "context" in refusal(ask.generate, MODEL, "x", raw=True, context=[1])[1]
+    assert "system" in refusal(ask.generate, MODEL, "x", raw=True, system="s")[1]
     assert refusal(ask.generate, MODEL, "x", context=[10**6])[0] == 400
     long = post(server.url, "/api/generate", {"model": MODEL, "prompt": "x", "context": [5] * 8190, "truncate": True})
     assert (long.status_code, "max_model_len" in long.text) == (400, True), "a context is not cut"

@@ -159,8 +159,9 @@ async def generate(call: CallWith[GenerateRequest]) -> Response:
     if body.raw:
         if body.context:
             raise bad_request("context cannot be combined with raw; send the whole prompt as text", param="context")
-        if body.images:
-            raise bad_request("images cannot be combined with raw; leave raw out", param="images")
+        for name in ("images", "system"):
+            if getattr(body, name):
+                raise bad_request(f"{name} cannot be combined with raw; leave raw out", param=name)
         prompt = service.fit(Prompt(await service.encode(body.prompt)), params)
         answer = await service.start(caller, new_id("ollama-"), [prompt], params, stream=body.stream is not False)
     else:
