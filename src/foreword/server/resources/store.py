@@ -321,10 +321,8 @@ class CachedContents:
     async def of_tenant(self, tenant: Tenant) -> list[CachedContent]:
         """Return a tenant's resources, the oldest first."""
         await self.tidy()
-        items = (
-            item for item in self._contents.values() if item.tenant == tenant.name and item.expires_us > self.now_us
-        )
-        return sorted(items, key=lambda item: (item.created_us, item.id))
+        items = (self.now(tenant, content_id) for content_id in self._contents)
+        return sorted(filter(None, items), key=lambda item: (item.created_us, item.id))
 
     # ----------------------------------------------------------------- changing
 
