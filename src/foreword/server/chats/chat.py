@@ -20,7 +20,7 @@ from foreword.server.crews import off_loop
 from foreword.server.service import Caller, ChatMark, Ending, Service, digests
 from foreword.text import Tokenizer
 from foreword.text.conversation import Place, parse_json
-from foreword.text.reply import Call, Part, Reasoning, ReplyReader, Text
+from foreword.text.reply import Call, Part, ReplyReader, Text
 from foreword.text.reply.turn import Turn
 
 Messages = Sequence[Mapping[str, Any]]
@@ -246,8 +246,7 @@ def _still_there(chat: Chat, messages: Messages) -> list[ChatMark]:
 
 async def num_prompt_tokens(service: Service, chat: Chat) -> int:
     """Count the tokens of a conversation's prompt. Raises the errors of `start_chat`."""
-    await _tool_use(service, chat)
-    return len((await service.conversation(chat.messages, chat.inputs, chat.ending)).token_ids)
+    return len((await read_prompt(service, replace(chat, marks=()))).token_ids)
 
 
 async def read_prompt(service: Service, chat: Chat) -> Prompt:
@@ -277,21 +276,6 @@ async def _forced(service: Service, chat: Chat, use: ToolUse) -> Callable[[], To
 async def _tool_use(service: Service, chat: Chat) -> ToolUse:
     tokenizer = service.tokenizer
     return await off_loop(chat.num_bytes, lambda: ToolUse(chat.tools, chat.choice, tokenizer))
-
-
-def text_of(parts: Sequence[Part]) -> str:
-    """Return the text of an answer without its reasoning and its calls."""
-    return "".join(part.text for part in parts if isinstance(part, Text))
-
-
-def reasoning_of(parts: Sequence[Part]) -> str:
-    """Return the reasoning before an answer."""
-    return "".join(part.text for part in parts if isinstance(part, Reasoning))
-
-
-def calls_of(parts: Sequence[Part]) -> list[Call]:
-    """Return the calls of an answer."""
-    return [part for part in parts if isinstance(part, Call)]
 
 
 def arguments_of(call: Call) -> dict[str, Any] | None:

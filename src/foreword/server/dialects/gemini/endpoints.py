@@ -66,7 +66,7 @@ async def count_tokens(model: str, call: CallWith[CountTokensRequest]) -> Respon
     if request is None:
         request = GenerateContentRequest.model_construct(contents=body.contents)
     chat, used = await _read(model, Call(request, call.request, call.service, call.tenant, call.num_bytes))
-    num_tokens = await num_prompt_tokens(call.service, replace(chat, marks=()))
+    num_tokens = await num_prompt_tokens(call.service, chat)
     counted = {"totalTokens": num_tokens, "promptTokensDetails": tokens_of_text(num_tokens)}
     return json_response(counted | ({} if used is None else {"cachedContentTokenCount": used.num_tokens}))
 

@@ -23,12 +23,9 @@ from foreword.server.chats.chat import (
     Chat,
     ChatAnswer,
     bytes_per_token,
-    calls_of,
     chat_logprobs,
     num_bytes,
-    reasoning_of,
     start_chat,
-    text_of,
 )
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.crews import off_loop
@@ -230,7 +227,8 @@ class _ChatCompletion(ChoicesAnswer):
 
     def _choice(self, delta: Delta) -> Chunk:
         parts, finish_reason = self._parts(delta)
-        calls, text, reasoning = [_call(call) for call in calls_of(parts)], text_of(parts), reasoning_of(parts)
+        calls = [_call(part) for part in parts if isinstance(part, ToolCall)]
+        text, reasoning = ("".join(part.text for part in parts if isinstance(part, kind)) for kind in (Text, Reasoning))
         message: Chunk = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
         if reasoning:
             message["reasoning_content"] = reasoning

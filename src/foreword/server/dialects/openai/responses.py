@@ -46,7 +46,7 @@ from foreword.server.dialects.openai.messages import (
 from foreword.server.http import AnswerWriter, Authorized, json_response, respond, service_of
 from foreword.server.kept_responses import PIECE_DEPTH, Messages
 from foreword.server.service import new_id
-from foreword.text.conversation import earlier_call, function_tool, parse_json
+from foreword.text.conversation import earlier_call, function_tool, read_arguments
 from foreword.text.reply import Call as ToolCall
 from foreword.text.reply import Part, Reasoning, Text
 
@@ -330,11 +330,8 @@ class OutputItems:
 
 def _input_of(arguments: str) -> str:
     """Return the text under "input" in a custom tool's arguments, or all arguments if there is no such text."""
-    try:
-        value = parse_json(arguments)
-    except ValueError:
-        return arguments
-    text = value.get("input") if isinstance(value, dict) else None
+    value = read_arguments(arguments)
+    text = value.get("input") if isinstance(value, Mapping) else None
     return text if isinstance(text, str) else arguments
 
 

@@ -19,7 +19,6 @@ from starlette.responses import Response
 from foreword.engine import Prompt
 from foreword.request import SamplingParams
 from foreword.server.api_errors import bad_request
-from foreword.server.bodies.json_scan import to_json
 from foreword.server.calls import Call, CallWith
 from foreword.server.chats.score_template import Judge
 from foreword.server.crews import off_loop
@@ -209,6 +208,6 @@ async def embeddings(call: CallWith[EmbeddingsRequest]) -> Response:
     def write() -> Response:
         vectors = map(encode, embedded.vectors)
         data = [{"object": "embedding", "index": at, "embedding": vector} for at, vector in enumerate(vectors)]
-        return Response(to_json({**answer, "data": data}), media_type="application/json")
+        return json_response({**answer, "data": data})
 
     return await off_loop(embedded.num_json_bytes, write)
