@@ -218,7 +218,7 @@ class Nearly(RealFiles):
         return Space(1 << 40, self.free_bytes - physical(self.path), False)
 
 
-def test_a_floor_of_free_space_stays_free(tmp_path):
+def test_a_floor_of_free_space_stays_free(tmp_path, caplog):
     options = replace(SMALL, min_free_bytes=1 << 20)
     with opened(tmp_path, options, files=Nearly(tmp_path, (1 << 20) + 400_000)) as tier:
         for number in range(30):
@@ -226,8 +226,10 @@ def test_a_floor_of_free_space_stays_free(tmp_path):
             assert physical(tmp_path) <= 400_000
         assert tier.stats().num_evicted > 40
         assert load(tier, keys_of(range(116, 120))).num_done == 4
-    with opened(tmp_path / "full", options, files=Nearly(tmp_path, 1000)) as tier:
+    with opened(tmp_path / "full", options, files=Nearly(tmp_path / "full", 1000)) as tier:
+        assert "drops blocks" not in caplog.text
         assert store(tier, keys_of(range(4))).by_reason() == {"no_room": 4}
+    assert "its disk has 1000 bytes free, and it leaves 1 MiB free; make room on the disk" in caplog.text
 
 
 def test_the_default_budget_is_a_quarter_of_what_is_free_and_at_most_50_gb():

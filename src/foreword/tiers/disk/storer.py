@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from foreword.config.sizes import format_bytes
 from foreword.tiers.cipher import block_name
 from foreword.tiers.disk.directory import SNAPSHOT_NAME
 from foreword.tiers.disk.files import close_quietly, physical_bytes, write_fully
@@ -48,6 +49,7 @@ from foreword.tiers.disk.segments import (
     split_run,
 )
 from foreword.tiers.disk.state import DiskState
+from foreword.tiers.rare_warning import RareWarning
 from foreword.tiers.ticket import JobThread, Outcome, Ticket
 from foreword.tiers.tier import PINNED, BlockRun, DoneCallback
 
@@ -73,7 +75,7 @@ class SpaceBook:
         self._state = state
         self.budget_bytes: int = options.budget_bytes
         self.segment_bytes: int = options.segment_bytes
-        self._min_free_bytes: int = options.min_free_bytes
+        self.min_free_bytes: int = options.min_free_bytes
         self._other_bytes = 0
         self._num_processes = 1
         self._snapshot_bytes = 0
@@ -87,6 +89,11 @@ class SpaceBook:
     def used_bytes(self) -> int:
         """Physical bytes of all processes' files; those of other processes as of the last `refresh`."""
         return self.own_bytes + self._other_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are free in the file system now. Raises OSError."""
+        return self._state.files.space(self._state.directory.home).free_bytes
 
     @property
     def share_bytes(self) -> int:
@@ -111,8 +118,7 @@ class SpaceBook:
 
     def shortfall(self, num_bytes: int) -> int:
         """Bytes to evict before `num_bytes` can be written; 0 or less: there is room. Raises OSError."""
-        free = self._state.files.space(self._state.directory.home).free_bytes
-        return max(self.used_bytes + num_bytes - self.budget_bytes, self._min_free_bytes + num_bytes - free)
+        return max(self.used_bytes + num_bytes - self.budget_bytes, self.min_free_bytes + num_bytes - self.free_bytes)
 
     @property
     def may_evict(self) -> bool:
@@ -377,6 +383,9 @@ class Storer:
         self._next_upkeep = 0.0
         self._next_snapshot = time.monotonic() + state.options.snapshot_s
         self._saved_at_bytes = 0
+        self._full_disk = RareWarning(
+            logger, "the cache on disk drops blocks: its disk has %s free, and it leaves %s free; make room on the disk"
+        )
         self.thread: JobThread[Store] = JobThread(
             "foreword-tier-store", self._store, state.options.max_queued_store_bytes, self._between, self._end
         )
@@ -436,6 +445,8 @@ class Storer:
             return False
         while self.space.shortfall(num_bytes + reserve) > 0:
             if not self.space.may_evict or not self._evict():
+                if (free_bytes := self.space.free_bytes) < self.space.min_free_bytes + num_bytes + reserve:
+                    self._full_disk.note(format_bytes(free_bytes), format_bytes(self.space.min_free_bytes))
                 return False
         return True
 
