@@ -44,7 +44,7 @@ class FailingFiles(RealFiles):
 
 
 class HangingFiles(RealFiles):
-    """Reads of segments hang until the test lets them go on."""
+    """Reads and writes hang until the test lets them go on."""
 
     def __init__(self) -> None:
         self.hangs = False
@@ -55,6 +55,12 @@ class HangingFiles(RealFiles):
             self.reached.set()
             assert self.go_on.wait(60)
         return super().read(fd, out, offset, uncached=uncached)
+
+    def write(self, fd: int, data: memoryview, offset: int, *, uncached: bool) -> int:
+        if self.hangs:
+            self.reached.set()
+            assert self.go_on.wait(60)
+        return super().write(fd, data, offset, uncached=uncached)
 
 
 class StuckSource:

@@ -154,6 +154,19 @@ def test_a_disk_that_hangs_holds_up_neither_the_caller_nor_its_memory(tmp_path, 
     tier.close(WAIT_S)
 
 
+def test_a_store_that_hangs_while_the_tier_is_closed_is_cancelled(tmp_path, monkeypatch):
+    monkeypatch.setattr("foreword.tiers.disk.disk_tier.PATIENCE_S", 0.1)
+    files, keys = HangingFiles(), keys_of(range(4))
+    tier = opened(tmp_path, files=files)
+    files.hangs = True
+    ticket = tier.store(run_of(keys))
+    assert files.reached.wait(WAIT_S)
+    tier.close(0.0)
+    assert ticket.done
+    assert ticket.report.by_reason() == {"cancelled": 4}
+    files.go_on.set()
+
+
 def test_a_cancelled_load_keeps_no_segment_open(tmp_path):
     files, keys, num_bytes = HangingFiles(), keys_of(range(9)), 1_000_001
     options = replace(SMALL, budget_bytes=64 << 20, segment_bytes=16 << 20, upkeep_s=600.0)  # which opens folders

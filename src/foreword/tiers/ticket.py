@@ -204,6 +204,8 @@ class JobThread(Generic[Job]):
         self._work, self._idle, self._at_end = work, idle, at_end
         self._max_amount = max_amount
         self._queue: deque[tuple[Job, int]] = deque()
+        self._current: Job | None = None
+        """The job that is worked on."""
         self._wake = threading.Condition()
         self.amount = 0
         """The sum of the amounts of all jobs that are queued or being worked on."""
@@ -241,9 +243,14 @@ class JobThread(Generic[Job]):
             self._wake.notify()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread, after `stop_after`, for at most `timeout_s` seconds, and cancel the remaining jobs."""
+        """Wait for the thread, after `stop_after`, for at most `timeout_s` seconds, and cancel the remaining jobs.
+
+        If the thread still works on a job, that job is cancelled too.
+        """
         self._thread.join(timeout_s)
         self._cancel_queued()
+        if (job := self._current) is not None:
+            job.ticket.cancel()
 
     def _cancel_queued(self) -> None:
         with self._wake:
@@ -263,6 +270,7 @@ class JobThread(Generic[Job]):
                 if self._closes_at is not None and (not self._queue or time.monotonic() >= self._closes_at):
                     break
                 job, amount = self._queue.popleft() if self._queue else (None, 0)
+                self._current = job
             try:
                 if job is not None:
                     self._work(job)
@@ -272,6 +280,7 @@ class JobThread(Generic[Job]):
                 if job is not None:
                     job.ticket.finish(Outcome.IO_ERROR)
             finally:
+                self._current = None
                 with self._wake:
                     self.amount -= amount
         self._cancel_queued()
