@@ -233,6 +233,18 @@ def test_a_truncated_segment_gives_what_is_left(filled, tmp_path):
     assert load(filled, ALL).num_done == 0
 
 
+def test_a_block_whose_padding_was_cut_off_is_not_found_after_a_restart(tmp_path):
+    with opened(tmp_path) as tier:
+        store(tier, keys_of(range(4)))
+    next(tmp_path.glob("v1/*/index")).unlink()
+    (path,) = segment_files(tmp_path)
+    os.truncate(path, path.stat().st_size - 1)
+    with opened(tmp_path) as tier:
+        assert tier.lookup(keys_of(range(4))).tolist() == [True, True, True, False]
+        tier.check_integrity()
+        assert load(tier, keys_of(range(3))).num_done == 3
+
+
 def test_swapped_segments_serve_no_wrong_block(filled, tmp_path):
     first, second, *_ = segment_files(tmp_path)
     content = first.read_bytes()

@@ -95,8 +95,9 @@ class RunHeader:
         return BlockKeys(self.namespace, self.entries["group"], self.entries["key"])
 
     def within(self, num_bytes: int) -> RunHeader:
-        """This header with only the blocks that end within a file of that size."""
-        ends = self.offset + self.entries["page"].astype(np.int64) * PAGE + self.entries["stored_bytes"]
+        """This header with only the blocks that end, with their padding, within a file of that size."""
+        pages = self.entries["page"] + -(-self.entries["stored_bytes"].astype(np.int64) // PAGE)
+        ends = self.offset + pages * PAGE
         return self if ends.max() <= num_bytes else replace(self, entries=self.entries[ends <= num_bytes])
 
 
