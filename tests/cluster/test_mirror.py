@@ -187,9 +187,9 @@ def test_one_walk_finds_the_depth_of_every_replica(held, keys, among):
         next((at for at, key in enumerate(keys) if key not in model[slot]), len(keys)) if slot in among else 0
         for slot in range(12)
     ]
-    assert index.depths(keys, mask, 12).tolist() == expected
+    assert index.depths([keys], mask, 12)[0].tolist() == expected
     ends = range(len(keys) + 1)
-    each = index.depths_of_each([keys[:end] for end in ends], mask, 12)
+    each = index.depths([keys[:end] for end in ends], mask, 12)
     assert each.tolist() == [[min(depth, end) for depth in expected] for end in ends]
     for key, slot in held:
         index.discard([key], slot)
@@ -206,11 +206,11 @@ def test_a_search_finds_what_the_walk_finds_on_the_mirrors_of_radix_pools(prompt
         observe(mirrors[slot], pools[slot].batches[-1], 0.0)
     several = [Pool().take(content) for _, content in [*prompts, (0, [1] * 30)]]
     for mask in ((1 << 40) - 1, among & (1 << 40) - 1):
-        walked = [index.depths(keys, mask, 40).tolist() for keys in several]
-        assert [index.depths(keys, mask, 40, closed=True).tolist() for keys in several] == walked
-        assert index.depths_of_each(several, mask, 40, closed=True).tolist() == walked
-    assert index.depths_of_each([], 1, 40).shape == (0, 40)
+        walked = [index.depths([keys], mask, 40)[0].tolist() for keys in several]
+        assert [index.depths([keys], mask, 40, closed=True)[0].tolist() for keys in several] == walked
+        assert index.depths(several, mask, 40, closed=True).tolist() == walked
+    assert index.depths([], 1, 40).shape == (0, 40)
     deep = [("deep", at) for at in range(40)]
     for slot in range(40):  # more depths than a search is made for
         index.add(deep[: slot + 1], slot)
-    assert index.depths(deep, (1 << 40) - 1, 40, closed=True).tolist() == list(range(1, 41))
+    assert index.depths([deep], (1 << 40) - 1, 40, closed=True)[0].tolist() == list(range(1, 41))

@@ -85,7 +85,7 @@ def test_a_sample_is_within_a_few_of_its_standard_errors_of_lru(seed):
 def test_the_sample_stays_within_its_size_however_long_traffic_goes_on():
     asked = conversations(1, 3000, documents=4000)
     curve = curve_of(asked, pool=100, max_sampled_blocks=400)
-    assert 400 <= curve.num_followed <= 500
+    assert 400 <= len(curve._stack) <= 500
     expected = [hit_rate_of_lru(asked, point.num_blocks) for point in curve.points()]
     for point, exact in zip(curve.points(), expected, strict=True):  # what was forgotten could be no hit
         assert abs(point.hit_rate - exact) <= 4 * point.standard_error

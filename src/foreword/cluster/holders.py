@@ -68,19 +68,12 @@ class HolderIndex:
     def holds(self, key: Key, slot: int) -> bool:
         return bool(self._holders.get(key, 0) >> slot & 1)
 
-    def depths(self, keys: list[Key], among: int, num_slots: int, closed: bool = False) -> Int64Array:
-        """The number of leading blocks that each replica holds, [num_slots]; 0 for slots whose bit is not in `among`.
+    def depths(self, prefixes: Sequence[list[Key]], among: int, num_slots: int, closed: bool = False) -> Int64Array:
+        """The number of leading blocks of each prefix that each replica holds, [prefixes, num_slots].
 
-        `closed` promises that a replica with a block has all blocks before it. Then a search replaces the walk, unless
-        replicas end at very many depths.
+        0 for slots whose bit is not in `among`. `closed` promises that a replica with a block has all blocks before it.
+        Then a search replaces the walk, unless replicas end at very many depths.
         """
-        depths: Int64Array = self.depths_of_each([keys], among, num_slots, closed)[0]
-        return depths
-
-    def depths_of_each(
-        self, prefixes: Sequence[list[Key]], among: int, num_slots: int, closed: bool = False
-    ) -> Int64Array:
-        """The `depths` of each of many prefixes, [prefixes, num_slots]. Faster than one call for each."""
         if not among or not prefixes:
             return np.zeros((len(prefixes), num_slots), np.int64)
         num_bytes, begins = -(-num_slots // 8), list[int]()

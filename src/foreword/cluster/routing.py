@@ -271,12 +271,11 @@ class RoutingCore:
         if excluded:
             usable[excluded] = False
         among, is_closed, sources = self._synced, not self._open_prefixes, None
-        hits = self._holders.depths(request.keys, among, len(table), is_closed)
+        prefixes = [request.keys, *(run.keys for run in request.runs)]
+        hits, *depths = self._holders.depths(prefixes, among, len(table), is_closed)
         computed, new_blocks = request.num_tokens - hits * size, len(request.keys) - hits
         if request.runs:
-            keys = [run.keys for run in request.runs]
-            depths = self._holders.depths_of_each(keys, among, len(table), is_closed)
-            sources = SourceHits.of(request.runs, request.keys, hits * size, depths)
+            sources = SourceHits.of(request.runs, request.keys, hits * size, np.array(depths))
             computed += sources.missing_blocks * size - sources.copied_tokens
             new_blocks += sources.missing_blocks
         rate, waiting = self._loads.rates.tokens_per_s, table.waiting_tokens

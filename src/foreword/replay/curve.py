@@ -296,11 +296,6 @@ class LiveLruCurve:
         self._num_blocks = 0.0
         self._num_tokens = 0.0
 
-    @property
-    def num_followed(self) -> int:
-        """Number of blocks in the sample now."""
-        return len(self._stack)
-
     def admit(self, keys: PrefixKeys, num_prompt_tokens: int) -> None:
         """Follow the next request. `keys` has the keys of its full blocks, the prompt's blocks first.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -114,8 +115,9 @@ class Ticket:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the job has ended, for at most `timeout_s` seconds; True if it has."""
-        limits = [limit for limit in (timeout_s, self._seconds_left()) if limit is not None]
-        self._ended.wait(max(0.0, min(limits)) if limits else None)
+        if self._deadline is not None:
+            timeout_s = min(math.inf if timeout_s is None else timeout_s, self._deadline - time.monotonic())
+        self._ended.wait(None if timeout_s is None else max(0.0, timeout_s))
         return self.done
 
     def cancel(self) -> None:
@@ -157,9 +159,6 @@ class Ticket:
     def finish(self, outcome: Outcome) -> None:
         """End the job; blocks that are not settled get the outcome `outcome`."""
         self._end(outcome)
-
-    def _seconds_left(self) -> float | None:
-        return None if self._deadline is None else self._deadline - time.monotonic()
 
     def _end(self, outcome: Outcome) -> None:
         self._is_ending = True

@@ -14,6 +14,7 @@ from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.prefix_file import OF_THE_NAMESPACE, PrefixFile, UnsoundFileError, store_prefix_file
 from foreword.tiers.upkeep.table import counted
+from foreword.tiers.upkeep.verify import add_key_argument
 
 NO_BUDGET_BYTES = 1 << 60
 """An import has no budget, so it evicts no segment. A process with a budget evicts when it opens the directory."""
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `foreword cache import`."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="the cache's directory, made if it is missing")
     parser.add_argument("file", metavar="FILE", type=Path, help="file that `foreword cache export` has written")
-    parser.add_argument("--key-file", type=Path, metavar="FILE", help="file with the secret of an encrypted cache")
+    add_key_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
