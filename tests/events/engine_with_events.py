@@ -18,10 +18,8 @@ from hash_runner import HashEngine
 class EngineWithEvents:
     """A real engine whose vocabulary of two tokens makes prefixes meet, part, and be evicted."""
 
-    def __init__(
-        self, config: EventsConfig, *, seed: int = 0, index: str = "hash", num_blocks: int = 24, **limits: int
-    ) -> None:
-        self.publisher = Publisher(config, **limits)
+    def __init__(self, config: EventsConfig, *, seed: int = 0, index: str = "hash", num_blocks: int = 24) -> None:
+        self.publisher = Publisher(config)
         self.built = HashEngine.build(
             num_blocks=num_blocks, vocab_size=2, prefix_index=index, deduplicate=seed % 2 == 1
         )

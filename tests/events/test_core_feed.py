@@ -121,9 +121,11 @@ def test_a_replica_that_restarts_at_the_same_address_is_credited_only_with_its_n
     asyncio.run(run())
 
 
-def test_what_a_publisher_drops_is_a_gap_and_a_snapshot_fills_it() -> None:
+def test_what_a_publisher_drops_is_a_gap_and_a_snapshot_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreword.events.publisher.MAX_WAITING_BLOCKS", 8)
+
     async def run() -> None:
-        with EngineWithEvents(WHOLE, seed=3, max_waiting_blocks=8) as engine:
+        with EngineWithEvents(WHOLE, seed=3) as engine:
             async with feeding("r") as (core, feed):
                 follow(feed, "r", engine)
                 engine.work(5)

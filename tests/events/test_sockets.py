@@ -78,9 +78,10 @@ def test_lost_repeated_reordered_and_damaged_messages_are_made_good(without: str
         assert shows_enough(), (proxy.num_troubled, counts)
 
 
-def test_a_replay_that_is_too_old_ends_in_a_snapshot() -> None:
+def test_a_replay_that_is_too_old_ends_in_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreword.events.publisher.MAX_KEPT_BATCHES", 2)
     with (
-        EngineWithEvents(EVERYTHING, seed=1, max_kept_batches=2) as engine,
+        EngineWithEvents(EVERYTHING, seed=1) as engine,
         Proxy(reachable(engine.publisher.addresses["kv_events"]), seed=1) as proxy,
         follow(engine.publisher.addresses, proxy.address) as subscriber,
     ):
@@ -146,9 +147,10 @@ def test_a_publisher_calls_a_consumer_at_names_and_other_machines() -> None:
     assert binds("ipc:///run/events")
 
 
-def test_an_overflowing_feed_burns_a_number_and_a_snapshot_repairs_the_mirror() -> None:
+def test_an_overflowing_feed_burns_a_number_and_a_snapshot_repairs_the_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
     """The publisher's thread is held up while the engine works: nobody waits, and the loss is visible."""
-    with EngineWithEvents(EVERYTHING, seed=3, max_waiting_blocks=8) as engine:
+    monkeypatch.setattr("foreword.events.publisher.MAX_WAITING_BLOCKS", 8)
+    with EngineWithEvents(EVERYTHING, seed=3) as engine:
         with follow(engine.publisher.addresses) as subscriber:
             engine.work(5)
             assert poll_until(subscriber, lambda one: one.follower.counts["batches"] > 0)
@@ -178,9 +180,10 @@ def test_a_consumer_that_reads_nothing_does_not_hold_up_the_engine(monkeypatch: 
         slow.close(linger=0)
 
 
-def test_the_engines_thread_touches_no_socket() -> None:
+def test_the_engines_thread_touches_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     """`note` works, at the same cost, when the publisher's thread is gone; what does not fit is dropped."""
-    engine = EngineWithEvents(EVERYTHING, seed=5, max_waiting_blocks=50)
+    monkeypatch.setattr("foreword.events.publisher.MAX_WAITING_BLOCKS", 50)
+    engine = EngineWithEvents(EVERYTHING, seed=5)
     engine.publisher.close()
     engine.work(60)
     feed = feed_of(engine.publisher)

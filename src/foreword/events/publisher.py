@@ -224,13 +224,7 @@ class _Snapshot(NamedTuple):
 class Publisher:
     """Publishes the events that `note` gets, until `close`. `addresses` have the ports that were chosen."""
 
-    def __init__(
-        self,
-        config: EventsConfig,
-        *,
-        max_waiting_blocks: int = MAX_WAITING_BLOCKS,
-        max_kept_batches: int = MAX_KEPT_BATCHES,
-    ) -> None:
+    def __init__(self, config: EventsConfig) -> None:
         """Raises ConfigError for an address that cannot be used."""
         assert config.kv_events is not None
         self.config = config
@@ -238,11 +232,10 @@ class Publisher:
         self._format = Format(config.kv_events_encoding, config.kv_events_hashes)
         self._topic = config.kv_events_topic.encode()
         self._has_snapshots = config.kv_events_snapshot is not None
-        self._feed = Feed(max_waiting_blocks, keeps_blocks=self._has_snapshots)
+        self._feed = Feed(MAX_WAITING_BLOCKS, keeps_blocks=self._has_snapshots)
         self.note = self._feed.note
         """Gives an event to the publisher. Only the engine's thread may call it. It never waits."""
         self._next_seq = 0
-        self._max_kept_batches = max_kept_batches
         self._replays: deque[tuple[int, bytes]] = deque()
         """Numbers and payloads of the newest batches."""
         self._replay_bytes = 0
@@ -344,7 +337,7 @@ class Publisher:
         if "kv_events_replay" in self._sockets:
             self._replays.append((self._next_seq, payload))
             self._replay_bytes += len(payload)
-            while len(self._replays) > self._max_kept_batches or self._replay_bytes > MAX_KEPT_BYTES:
+            while len(self._replays) > MAX_KEPT_BATCHES or self._replay_bytes > MAX_KEPT_BYTES:
                 self._replay_bytes -= len(self._replays.popleft()[1])
         self._next_seq += 1
         self._last_sent = time.monotonic()
