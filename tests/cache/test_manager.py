@@ -339,3 +339,13 @@ def test_impossible_sizes_are_refused(num_blocks, block_size):
 def test_an_empty_sequence_hits_nothing(index):
     manager = KVCacheManager(8, block_size=4, index=index)
     assert manager.get_computed_blocks(TokenSequence("r", [], block_size=4)).num_tokens == 0
+
+
+def test_a_sequence_with_blocks_of_another_size_is_refused_because_its_keys_would_find_other_tokens():
+    manager = KVCacheManager(8, block_size=4)
+    wrong = TokenSequence("a", range(9), block_size=2)
+    for call in (lambda: manager.get_computed_blocks(wrong), lambda: manager.admit(wrong, 9)):
+        with pytest.raises(AllocationError, match=r"'a' has blocks of 2 tokens, .* with block_size=4"):
+            call()
+    manager.check_integrity()
+    assert manager.get_num_free_blocks() == 8

@@ -161,13 +161,23 @@ class KVCacheManager(EntryKeeper):
     ) -> PrefixHit:
         """The longest cached prefix of `sequence`. Changes nothing, counts nothing.
 
-        `resumed` and `forked` decide how the lookup is counted if the request is admitted (`PrefixCacheStats`).
+        `resumed` and `forked` decide how the lookup is counted if the request is admitted (`PrefixCacheStats`). Raises
+        AllocationError if the sequence's blocks have another size than the cache's.
         """
+        self._check_block_size(sequence)
         if skip_reading:
             hit = self._not_looked_up
         else:
             hit = self._coordinator.find_longest_cache_hit(sequence)
         return replace(hit, resumed=resumed, forked=forked) if resumed or forked else hit
+
+    def _check_block_size(self, sequence: TokenSequence) -> None:
+        """Raise AllocationError for blocks of another size, because their keys would find blocks of other tokens."""
+        if sequence.block_size != self.block_size:
+            raise AllocationError(
+                f"request {sequence.request_id!r} has blocks of {sequence.block_size} tokens, and this cache of "
+                f"{self.block_size}; make its TokenSequence with block_size={self.block_size}"
+            )
 
     def explain(self, sequence: TokenSequence, hit: PrefixHit | None = None) -> LookupExplanation:
         """Say why the tokens of `sequence` after `hit` were not found; None: after the hit of the next step.
@@ -210,8 +220,8 @@ class KVCacheManager(EntryKeeper):
 
         Returns the request's row in the tables, valid until the request is freed. Returns None, and changes nothing, if
         too few blocks are free. Blocks that these tokens fill are indexed at once. For `save_states_at`, see the method
-        of that name. Raises AllocationError, and changes nothing, for fewer tokens than the hit has, or if the request
-        holds blocks already.
+        of that name. Raises AllocationError, and changes nothing, for fewer tokens than the hit has, for blocks of
+        another size, or if the request holds blocks already.
         """
         if sequence.request_id in self._row_of:
             raise AllocationError(
@@ -242,6 +252,7 @@ class KVCacheManager(EntryKeeper):
         self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None, save_states_at: Sequence[int]
     ) -> tuple[int, BlockIds] | None:
         """Admit a request that holds nothing. Returns its row and the new blocks; None if too few blocks are free."""
+        self._check_block_size(sequence)
         hit = hit if hit is not None else self._not_looked_up
         if num_tokens < max(1, hit.num_tokens):
             raise AllocationError(
