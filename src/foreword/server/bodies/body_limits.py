@@ -153,13 +153,17 @@ class BodyLimits:
         self._check_tokens(name, [token_id for piece in pieces if isinstance(piece, list) for token_id in piece])
 
     def _check_conversation(self, name: str, messages: Any, key: str = "content") -> None:
-        """Check messages, each with its text or its parts under `key`."""
+        """Check messages, each with its text or its parts under `key`. Google takes an object for a list of one."""
+        if isinstance(messages, dict):
+            messages = [messages]
         if not isinstance(messages, list):
             return
         _at_most(messages, self.max_model_len, name)
         num_characters = num_parts = num_pictures = 0
         for number, message in enumerate(messages):
             content = message.get(key, message.get("output")) if isinstance(message, dict) else None
+            if isinstance(content, dict):
+                content = [content]
             if isinstance(content, str):
                 num_characters += len(content)
             elif isinstance(content, list):

@@ -107,6 +107,13 @@ def test_a_models_name_may_have_slashes_and_names_come_in_pages(locked):
 # ---------------------------------------------------------------------- bodies
 
 
+def test_an_object_in_place_of_a_list_has_the_limits_of_a_list(server):
+    long = {"text": "x" * 1_000_000}
+    for contents in ([{"parts": [long]}], [{"parts": long}], {"parts": [long]}, {"parts": long}):
+        message = refusal(generate(server.url, {"contents": contents}))["message"]
+        assert message.startswith("contents has 1000000 characters"), type(contents)
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
