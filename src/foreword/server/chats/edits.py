@@ -62,7 +62,9 @@ async def linked_to_session(
     if caller.is_uncached:
         return prompt, "the call turns caching off"
     salt = service.tenants.namespace(caller.tenant, caller.cache_salt)
-    earlier = _earlier(service, caller, salt)
+    ran = service.records.of_session(caller.tenant.name, caller.session_id)  # the newest first
+    # Only of plain prompts does the KV depend on the tokens and the salt alone.
+    earlier = list(islice((record for record in ran if record.salt == salt and record.is_plain), NUM_EARLIER))
     if not earlier:
         return prompt, "the session has no earlier plain prompt"
     service.check_length(len(prompt.token_ids))
@@ -109,12 +111,6 @@ async def _not_paying(service: Service, plain: Prompt, linked: Prompt, max_token
     if saved < least:
         return f"it would save {saved} of {num_tokens} tokens, and has to save {least}"
     return None
-
-
-def _earlier(service: Service, caller: Caller, salt: str | None) -> list[RequestRecord]:
-    """Return the session's newest prompts whose KV depends on their tokens and salt alone, the newest first."""
-    ran = service.records.of_session(caller.tenant.name, caller.session_id)
-    return list(islice((record for record in ran if record.salt == salt and record.is_plain), NUM_EARLIER))
 
 
 def _edits(token_ids: npt.NDArray[np.int32], earlier: Sequence[RequestRecord], num_rest: int) -> Iterator[Composition]:

@@ -176,20 +176,14 @@ def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: i
     if record.salt != earlier.salt:
         return _miss("prompt_cache_key_changed", len(ours), len(theirs))
     if shared < min(len(ours), len(theirs)):
-        return _miss(_what_changed(record, earlier), len(ours) - shared, len(theirs))
+        before, after = earlier.template_digests, record.template_digests
+        changed = (reason for name, reason in _TEMPLATE_REASONS.items() if before.get(name) != after.get(name))
+        return _miss(next(changed, "input_changed"), len(ours) - shared, len(theirs))
     # The last token is always computed, and a partial block may not be cached.
     if record.num_cached_tokens >= max(1, shared - max(1, shared % block_size)):
         return {"type": "cache_hit"}
     reason = _reason_of_miss(record.explanation)
     return {"type": "unavailable"} | ({} if reason is None else {"reason": reason})
-
-
-def _what_changed(record: RequestRecord, earlier: RequestRecord) -> str:
-    """Name the cause of the difference of two prompts: an input of the template, or else the messages."""
-    for name, reason in _TEMPLATE_REASONS.items():
-        if record.template_digests.get(name) != earlier.template_digests.get(name):
-            return reason
-    return "input_changed"
 
 
 def _reason_of_miss(explanation: LookupExplanation | None) -> str | None:
