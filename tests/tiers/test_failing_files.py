@@ -167,6 +167,19 @@ def test_a_store_that_hangs_while_the_tier_is_closed_is_cancelled(tmp_path, monk
     files.go_on.set()
 
 
+def test_a_copy_that_hangs_does_not_hold_up_the_close(tmp_path, monkeypatch):
+    monkeypatch.setattr("foreword.tiers.disk.disk_tier.PATIENCE_S", 0.1)
+    monkeypatch.setattr("foreword.tiers.ticket.COPY_S", 0.1)
+    tier, source = opened(tmp_path), StuckSource()
+    ticket = tier.store(BlockRun.chain(keys_of([0, 1]), BLOCK_BYTES, source))
+    assert source.reached.wait(WAIT_S)
+    tier.close(0.0)
+    assert not ticket.done
+    source.go_on.set()
+    assert ticket.wait(WAIT_S)
+    assert ticket.report.num_done <= 1, "no further block is copied"
+
+
 def test_a_cancelled_load_keeps_no_segment_open(tmp_path):
     files, keys, num_bytes = HangingFiles(), keys_of(range(9)), 1_000_001
     options = replace(SMALL, budget_bytes=64 << 20, segment_bytes=16 << 20, upkeep_s=600.0)  # which opens folders

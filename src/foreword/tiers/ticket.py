@@ -22,6 +22,8 @@ import numpy.typing as npt
 
 logger = logging.getLogger(__name__)
 IndexArray = npt.NDArray[np.int64]
+COPY_S = 1.0
+"""Seconds to wait for a copy between a tier and the caller's memory when the tier is closed."""
 
 
 class Outcome(enum.IntEnum):
@@ -120,9 +122,13 @@ class Ticket:
         self._ended.wait(None if timeout_s is None else max(0.0, timeout_s))
         return self.done
 
-    def cancel(self) -> None:
-        """End the job now: unsettled blocks are CANCELLED, and nobody touches the caller's memory again."""
-        self._end(Outcome.CANCELLED)
+    def cancel(self, patience_s: float = -1.0) -> None:
+        """End the job now: unsettled blocks are CANCELLED, and nobody touches the caller's memory again.
+
+        A block that is being copied is waited for, at most `patience_s` seconds if that is not negative. If the copy
+        takes longer, the job ends later, and no further block is copied.
+        """
+        self._end(Outcome.CANCELLED, patience_s)
 
     # ------------------------------------------------------------------------------ the tier's side
 
@@ -160,9 +166,11 @@ class Ticket:
         """End the job; blocks that are not settled get the outcome `outcome`."""
         self._end(outcome)
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: Outcome, patience_s: float = -1.0) -> None:
         self._is_ending = True
-        with self._lock:
+        if not self._lock.acquire(timeout=patience_s):
+            return
+        try:
             if self._report is not None:
                 return
             self._outcomes[self._outcomes == Outcome.PENDING] = outcome
@@ -171,6 +179,8 @@ class Ticket:
             self._outcomes.flags.writeable = False
             self._report = Report(self._outcomes, time.monotonic() - self._started)
             self._ended.set()
+        finally:
+            self._lock.release()
         if self._on_done is not None:
             try:
                 self._on_done(self)
@@ -249,7 +259,7 @@ class JobThread(Generic[Job]):
         self._thread.join(timeout_s)
         self._cancel_queued()
         if (job := self._current) is not None:
-            job.ticket.cancel()
+            job.ticket.cancel(COPY_S)
 
     def _cancel_queued(self) -> None:
         with self._wake:
