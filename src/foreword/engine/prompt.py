@@ -78,7 +78,7 @@ class Keep:
     until: float | None = None
     """A fixed end, by the engine's clock, instead of `ttl_s`. Use does not move it. None: `ttl_s` counts."""
     is_refreshed: bool = True
-    """Whether `ttl_s` begins again with each request that begins with the whole prefix."""
+    """Whether `ttl_s` begins again with each request that hits all whole blocks of the prefix."""
 
     def __post_init__(self) -> None:
         ttl_s = self.ttl_s
