@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import time
 from typing import Annotated, Any
 
 import httpx
@@ -11,6 +12,8 @@ import pydantic
 import pytest
 from google.genai import types
 
+from foreword.server.dialects.gemini.contents import read_chat
+from foreword.server.dialects.gemini.fields import GenerateContentRequest
 from live_server import FACTS, FALCON, MODEL, client, post
 from server.dialects.gemini.sdk import BODY, QUESTION, config, generate, google
 
@@ -248,3 +251,20 @@ def test_models_are_told_to_each_client_in_its_own_words(server, ask):
     assert [one.id for one in client(server.url).models.list()] == [MODEL]
     assert httpx.get(f"{server.url}/v1alpha/models/{MODEL}").json()["name"] == f"models/{MODEL}"
     assert httpx.get(f"{server.url}/gemini/v1/models").json()["models"][0]["name"] == f"models/{MODEL}"
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_time_for_an_answer_in_many_contents_is_in_proportion_to_their_number():
+    content = {"role": "model", "parts": [{"text": "x" * 200}]}
+
+    def seconds(num_contents: int) -> float:
+        body = GenerateContentRequest.model_validate({"contents": [content] * num_contents})
+        started = time.perf_counter()
+        [message] = read_chat(body, "", 0).messages
+        taken = time.perf_counter() - started
+        assert len(message["content"]) == 200 * num_contents
+        return taken
+
+    few, many = (min(seconds(count) for _ in range(3)) for count in (1000, 32_000))
+    assert many < 128 * few

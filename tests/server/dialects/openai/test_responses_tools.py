@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 
 import openai
 import pytest
 
 from foreword.server.chats.chat import STRIDE, shortened
+from foreword.server.dialects.openai.caching import Breakpoints
+from foreword.server.dialects.openai.fields import FunctionCallItem, InputMessage
+from foreword.server.dialects.openai.responses import continued
 from live_server import MODEL, client, post, tiny_server
 from tiny_models import TOOL_TEMPLATE
 
@@ -194,3 +198,25 @@ def test_shortened_conversations_keep_system_and_last_message_and_begin_with_a_q
     left_out = len(messages) - len(kept)
     if most == 100 and num_turns == 40:
         assert left_out % STRIDE < len(turn), "at a stride, so that the next turn begins alike"
+
+
+def test_calls_are_not_added_to_the_conversation_that_they_continue():
+    first = FunctionCallItem(type="function_call", call_id="a", name="f", arguments="{}")
+    more = [first.model_copy(update={"call_id": name}) for name in ("b", "c")]
+    before = continued([], [first], Breakpoints())
+    after = continued(before, [more[0], InputMessage(role="assistant", content="x"), more[1]], Breakpoints())
+    assert [[call["id"] for call in message["tool_calls"]] for message in (*before, *after)] == [["a"], ["a", "b", "c"]]
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_the_time_for_many_calls_is_in_proportion_to_their_number():
+    item = FunctionCallItem(type="function_call", call_id="c", name="f", arguments="{}")
+
+    def seconds(num_calls: int) -> float:
+        started = time.perf_counter()
+        continued([], [item] * num_calls, Breakpoints())
+        return time.perf_counter() - started
+
+    few, many = (min(seconds(count) for _ in range(3)) for count in (1000, 64_000))
+    assert many < 256 * few

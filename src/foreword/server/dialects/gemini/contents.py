@@ -244,7 +244,9 @@ class _Conversation:
             match _value_of(part, f"{where}.parts[{number}]"):
                 case str() as text:
                     name = "reasoning_content" if part.thought else "content"
-                    message[name] = message.get(name, "") + text
+                    whole, message[name] = message.get(name, ""), ""  # one reference, so that += copies nothing
+                    whole += text
+                    message[name] = whole
                 case GoogleFunctionCall() as call:
                     message.setdefault("tool_calls", []).append(self._call(call))
                 case GoogleFunctionResponse():

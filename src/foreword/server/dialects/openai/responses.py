@@ -74,17 +74,14 @@ def continued(conversation: Sequence[Message], items: str | Sequence[Item], brea
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
+    calls: list[Message] = []
     reasoning: str | None = None
     for number, item in enumerate(items):
         where, index = f"input[{number}]", len(messages)
         refuse_breakpoint(item, where)
         match item:
             case InputMessage(role="assistant"):
-                if pictures_in(item.content):
-                    raise bad_request(
-                        f"{where} is the model's, and has a picture; models write text, send it in a user's message",
-                        param=f"{where}.content",
-                    )
+                _refuse_pictures(item, where)
                 answer = _assistant("", reasoning)
                 if reasoning is None and messages and messages[-1].get("tool_calls"):  # text between calls and outputs
                     answer = messages.pop()
@@ -100,10 +97,11 @@ def continued(conversation: Sequence[Message], items: str | Sequence[Item], brea
                 if reasoning is not None or not messages or messages[-1]["role"] != "assistant":
                     messages.append(_assistant("", reasoning))
                     reasoning = None
-                last = messages[-1] = {**messages[-1]}  # a copy, because the message may belong to a kept conversation
-                call = _call(item)
-                last["tool_calls"] = [*last.get("tool_calls", ()), call]
-                names[item.call_id] = call["function"]["name"]
+                if messages[-1].get("tool_calls") is not calls:  # the message may belong to a kept conversation
+                    calls = [*messages[-1].get("tool_calls", ())]
+                    messages[-1] = {**messages[-1], "tool_calls": calls}
+                calls.append(_call(item))
+                names[item.call_id] = calls[-1]["function"]["name"]
             case CallOutputItem():
                 if item.call_id not in names:
                     message = f"No tool call found for the output with call_id {item.call_id[:100]!r}"
@@ -119,6 +117,12 @@ def continued(conversation: Sequence[Message], items: str | Sequence[Item], brea
                     param=f"{where}.type",
                 )
     return messages
+
+
+def _refuse_pictures(item: InputMessage, where: str) -> None:
+    if pictures_in(item.content):
+        message = f"{where} is the model's, and has a picture; models write text, send it in a user's message"
+        raise bad_request(message, param=f"{where}.content")
 
 
 def _assistant(text: str, reasoning: str | None) -> Message:
