@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -221,6 +223,19 @@ def test_gzipped_traces_are_known_by_their_content(tmp_path):
     packed = write(tmp_path, mooncake([1, 2]), mooncake([1, 3]), name="trace.gz")
     packed = packed.rename(tmp_path / "no_suffix")
     assert [r.keys.tolist() for r in read(packed)] == [r.keys.tolist() for r in read(plain)]
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.gz"])
+def test_a_trace_may_come_from_a_pipe(tmp_path, name):
+    file = write(tmp_path, *([mooncake([1, number]) for number in range(600)]), name=name)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(file.read_bytes()), daemon=True)
+    writer.start()
+    reader = TraceReader(pipe)
+    reader.on_progress = lambda num_bytes: pytest.fail(f"{num_bytes} bytes of a pipe, which knows no position")
+    assert [request.keys.tolist() for request in reader] == [request.keys.tolist() for request in read(file)]
+    writer.join()
 
 
 def test_lines_are_read_one_at_a_time_and_as_often_as_asked(tmp_path):

@@ -218,7 +218,7 @@ class TraceReader:
             with opened_lines(self.file) as (raw, lines):
                 num_reported = 0
                 for number, line in enumerate(lines, 1):
-                    if self.on_progress is not None and not number % 256:
+                    if self.on_progress is not None and not number % 256 and raw.seekable():
                         self.on_progress(raw.tell() - num_reported)
                         num_reported = raw.tell()
                     if line.strip():
@@ -263,12 +263,11 @@ def _keys_of(lines: list[ParsedLine]) -> list[PrefixKeys]:
 def opened_lines(file: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
     """Open a file. Yields the raw file, which knows the position in bytes, and the unpacked lines without a BOM."""
     with file.open("rb") as raw:
-        begin = raw.read(4)
+        begin = raw.peek(4)[:4]  # a pipe cannot seek
         if begin == ZSTD or ".lcp" in file.suffixes:
             what = "packed by zstd" if begin == ZSTD else "in libCacheSim's format lcp"
             raise TraceError(f"trace {str(file)!r} is {what}, which is not read; give JSON lines, gzipped or not")
         is_gzip = begin[:2] == b"\x1f\x8b"
-        raw.seek(0)
         with gzip.GzipFile(fileobj=raw) if is_gzip else nullcontext(raw) as lines:
             first = lines.readline().removeprefix(codecs.BOM_UTF8)
             yield raw, chain((first,), lines)
