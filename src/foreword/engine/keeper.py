@@ -148,7 +148,8 @@ class Keeper:
             sequence, EntryWish(until, prompt.owner, keep.source, keep.name, refresh_s), now
         )
         self._tiers.offer_pinned(sequence, entry.num_kept_tokens)
-        self._asleep.pop(entry.name, None)
+        if self._manager.entry(entry.name) is not None:  # otherwise it found no blocks or no budget, and sleeps on
+            self._asleep.pop(entry.name, None)
         return entry
 
     def unpin(self, prompt: Prompt) -> None:

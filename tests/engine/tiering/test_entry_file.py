@@ -139,3 +139,17 @@ def test_a_file_that_cannot_be_written_is_said_so_and_nothing_else_happens(tmp_p
     with caplog.at_level(logging.WARNING):
         EntryFile(tmp_path / "missing" / "x").write([])
     assert "cannot be written" in caplog.text
+
+
+def test_an_entry_that_finds_no_budget_when_a_prompt_begins_with_it_waits_for_the_next(tmp_path):
+    tier, path = first(tmp_path, Keep(300.0, "resource", name="r", until=800.0))
+    again = Process(tier, path, DAY + 100)
+    other = [8] * 39
+    for number in range(4):  # they use the whole budget of 32 blocks
+        again.run([number, *other])
+        again.entries.pin(prompt_of([number, *other]), Keep(50.0))
+    again.run([*PROMPT, 9])
+    assert ("resource", 0, 200.0) in again.listed()
+    again.now += 51
+    again.run([*PROMPT, 9, 9])
+    assert again.listed() == [("resource", 40, 149.0)]
