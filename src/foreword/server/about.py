@@ -85,7 +85,9 @@ async def model(model: str, request: Request, tenant: Authorized) -> Response:
 
 @router.get("/v1/template", tags=["server"])
 async def template(request: Request, tenant: Authorized) -> Response:
-    """Report what the chat template does not show, how messages are rewritten for it, and where it spoils reuse."""
+    """Report which parts of messages the chat template leaves out, how messages are rewritten for the template, and
+    which turns the template changes later, so that their KV cannot be reused.
+    """
     service = service_of(request)
     report, tokenizer = service.template_report, service.llm.tokenizer
     form = None if tokenizer is None else tokenizer.reply_format

@@ -166,8 +166,8 @@ class AnswerStream:
     def num_written_tokens(self) -> dict[float, int]:
         """Count the prompt tokens that marks keep and that were not cached before, by `ttl_s`.
 
-        A token counts for the longest time for which it is kept. The counts are right once each prompt has its first
-        delta.
+        If several marks keep a token, it counts only for the longest `ttl_s` of these marks. The counts are right once
+        each prompt has its first delta.
         """
         num_written: dict[float, int] = {}
         for job, output in zip(self.jobs, self.outputs, strict=True):

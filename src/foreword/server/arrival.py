@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 MOST_DROPPED_BYTES = 64 * 2**20
 MOST_DROPPING_S = 10.0
-"""Limits of the bytes that are read and dropped after an answer, and of the seconds for that."""
+"""After an answer, the rest of the body is read and dropped: at most this many bytes, for at most this many seconds."""
 LEFT = 499
 """The status under which a call is counted if its client left before the answer."""
 UNKNOWN = "unknown"

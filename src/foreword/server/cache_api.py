@@ -92,7 +92,7 @@ async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget the cached prefixes in memory; tiers keep theirs. 409 while requests hold blocks. For operators."""
+    """Forget the prefixes in memory, but not those in tiers. Answers 409 while requests hold blocks. For operators."""
     service = service_of(request)
     service.operators.check(request.scope)
     await service.insight.reset()
@@ -338,7 +338,7 @@ async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int
         return
     record = _newest(service, tenant, session_id)
     if hint.name == "prefetch":
-        # The caller has no session, so the request does not count for the session. But its blocks do.
+        # The session does not count this request, because the caller names no session. The blocks are the session's.
         caller = Caller(tenant, "cache.hints")
         prompt = Prompt(record.prompt_token_ids, session=session_id)
         [output] = (await _computed(service, caller, "hint_", prompt)).outputs

@@ -106,7 +106,7 @@ class EngineDoor(Protocol):
         """Submit prompts. The stream's first event says whether all of them were accepted or all refused."""
 
     def shrink(self, namespace: str, max_blocks: int) -> None:
-        """Shrink a namespace's share of each engine's cache. Called in the thread that notices ended requests."""
+        """Evict a namespace's blocks down to `max_blocks` per engine. Called in the thread that sees requests end."""
 
     async def ask(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
         """Run a verb on every engine between two steps, and merge the results. Raises the verb's exceptions."""
@@ -203,7 +203,7 @@ class EngineThread(EngineDoor):
             self.num_choices -= sum(job.params.n for job in stream.jobs)
 
     def shrink(self, namespace: str, max_blocks: int) -> None:
-        """Shrink a namespace. Unlike the other methods, only the engine's thread may call this one."""
+        """Evict free blocks of a namespace until it has `max_blocks`. Only the engine's thread may call this method."""
         self._engine.shrink_namespace(namespace, max_blocks)
 
     async def ask(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:

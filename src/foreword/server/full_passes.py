@@ -18,11 +18,11 @@ from pathlib import Path
 OBJECTS = 70_000
 """The number of new objects that cause a pass if no call runs."""
 MOST_OBJECTS = 1_000_000
-"""The number of new objects that cause a pass even if calls run, because garbage in cycles stays until a pass."""
+"""The number of new objects that cause a pass even if calls run, because only a pass frees garbage in cycles."""
 MOST_S = 300.0
-"""If the last pass is this many seconds ago, `OBJECTS` are enough even if calls run (under load, they always do)."""
+"""This many seconds after the last pass, `OBJECTS` new objects cause a pass even if calls run."""
 MOST_BYTES = 64 << 20
-"""Growth of the process in bytes after which `OBJECTS` are enough even if calls run."""
+"""Growth of the process in bytes from which `OBJECTS` new objects cause a pass even if calls run."""
 NEVER = 2**30
 LOOK_S = 1.0
 
@@ -31,7 +31,7 @@ class FullPasses:
     """Makes full passes, on the event loop. The process has only one collector, for all its servers."""
 
     def __init__(self, num_running: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
-        """`num_running`: the number of running calls; `clock`: seconds."""
+        """`num_running` returns the number of running calls, `clock` the time in seconds."""
         self._num_running, self._clock = num_running, clock
         self._task: asyncio.Task[None] | None = None
         self._froze = False

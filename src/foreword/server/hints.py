@@ -116,7 +116,7 @@ class Hints:
                 self.note(number, error.outcome, detail=str(error))
 
     def on(self, prompt: Prompt, is_uncached: bool = False) -> tuple[Mark, ...]:
-        """Return the marks of a prompt and of the hints. If a prompt has links or no caching, hints are rejected."""
+        """Return a prompt's own marks and the hints' marks. If a prompt has links or no caching, hints are rejected."""
         num_tokens = len(prompt.token_ids)
         marks = {number: mark for number, hint in self.usable.items() if (mark := hint.mark(num_tokens)) is not None}
         if prompt.links is None and not is_uncached:
@@ -156,7 +156,7 @@ class Hints:
         self.note(number, "accepted" if is_whole else "clipped", entry=entry.name, kept_tokens=entry.num_kept_tokens)
 
     def note_request(self, session_id: str | None, num_prompt_tokens: int, entries: Sequence[CacheEntry]) -> None:
-        """Record the outcomes for a prompt whose request has ended. `entries`: the entries that its marks made."""
+        """Record the actions' outcomes for a prompt whose request has ended. `entries`: made by the prompt's marks."""
         for number, hint in self.usable.items():
             mark = hint.mark(num_prompt_tokens)
             if mark is not None:
@@ -196,7 +196,9 @@ def _read(action: KvHintAction) -> Hint:
 
 
 def _of_directives(directives: Any) -> tuple[float, int | None]:
-    """Return the longest time and the farthest end of vLLM's directives. A directive with the priority 0 is ignored."""
+    """Return the longest time in seconds and the largest number of leading tokens that vLLM's directives ask for (None:
+    the whole prompt). A directive with the priority 0 is ignored.
+    """
     if not isinstance(directives, list) or len(directives) > MOST_DIRECTIVES:
         raise UnusableHintError("rejected", f"directives must be a list of at most {MOST_DIRECTIVES}")
     ttl_s, ends = 0.0, list[int | None]()

@@ -21,7 +21,7 @@ MESSAGE_BYTES = 300
 
 
 class KeptResponses:
-    """Answers and their conversations, by response id. Beyond a limit, the tenant with most loses its oldest response.
+    """Answers and their conversations, by response id. Beyond a limit, the tenant with the most loses its oldest.
 
     Answers are kept as JSON text, because a dictionary of log probabilities takes several times the memory. Any thread
     may call `keep`, but only the event loop may call the other methods.

@@ -29,7 +29,7 @@ MAX_RECORDS = 1000
 MAX_SESSIONS = 10_000
 """Limit of the sessions with totals, which take about 5 MB. The least recently used sessions are dropped."""
 PACE_S = 60.0
-"""A request counts for the pace at which the server answers until this many seconds after the request's end."""
+"""The server's recent pace is measured over the requests that ended less than this many seconds ago."""
 MAX_RECORD_BYTES = 128 * 2**20
 """Limit of the bytes of all finished records. Beyond this limit, the oldest are dropped."""
 RECORD_BYTES = 2048
@@ -109,7 +109,7 @@ class RequestRecord:
     endpoint: str
     prompt_token_ids: npt.NDArray[np.int32]
     salt: str | None = None
-    """The cache's namespace, which no client ever sees."""
+    """The salt that separates the prompt's KV in the cache from other tenants' KV; no client ever sees it."""
     session_id: str | None = None
     trace_parent: str | None = None
     """W3C `traceparent` header of the call; None without this header."""
@@ -140,7 +140,7 @@ class RequestRecord:
     has_gaps: bool = False
     """Whether tokens have other positions than in the plain prompt."""
     jumps: tuple[tuple[int, int], ...] = ()
-    """For each gap in the positions before the first link: index and position of the token after the gap."""
+    """For each gap between positions, up to the first linked token: index and position of the token after the gap."""
     spans: tuple[tuple[int, str], ...] = ()
     """For each picture or embedding: the index of its first token, and the digest of its content."""
     link: LinkReport | None = None
@@ -195,7 +195,7 @@ class RequestRecord:
 
 
 def namespace_of(salt: str | None, adapter: str | None) -> str:
-    """Return the text that names the namespace of a salt and of the adapter that computes all tokens."""
+    """Return the name of the namespace of a salt and an adapter; the adapter computes all tokens of the prompt."""
     return (salt or "") + ("" if adapter is None else f" under adapter {adapter}")
 
 

@@ -40,7 +40,7 @@ costs up to 5 ms (figures: docs/decisions/0011-server.md).
 
 
 ENDING_S = 30.0
-"""Seconds in which the engine must stop and the tiers must be written, after the last answer or its time limit."""
+"""Seconds for stopping the engine and writing the tiers, counted from the last answer or the answers' time limit."""
 
 
 def check_address(host: str, port: int) -> None:
@@ -144,7 +144,7 @@ def end_within(seconds: float) -> None:
 
 
 def tell_cancelled(record: logging.LogRecord) -> bool:
-    """Replace uvicorn's traceback of a call that the server's end cancels by one line. Used as a log filter."""
+    """If the server's end has cancelled a call, replace uvicorn's traceback by one line. Used as a log filter."""
     if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
         record.msg, record.args, record.exc_info = "a call was ended because the server stops", (), None
         record.levelno, record.levelname = logging.INFO, "INFO"
@@ -166,7 +166,7 @@ class AnnouncingServer(uvicorn.Server):
     def run(self, sockets: object = None) -> None:
         """Serve until a signal comes. Raises EngineError for a failed start or stop, which uvicorn only logs.
 
-        After its end, uvicorn raises again the signals that ended it. Here these repeated signals are ignored.
+        At its end, uvicorn raises the signals that ended the server once more. Here the repeated signals are ignored.
         Otherwise the process would exit with a failure's code, or KeyboardInterrupt would skip the orderly end.
         """
         if threading.current_thread() is threading.main_thread():

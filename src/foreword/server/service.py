@@ -339,7 +339,8 @@ class Service:
     async def encode_each(
         self, pieces: Sequence[Piece], encode: Callable[[Piece], TokenIds], *, num_beside: int = 0, is_cut: bool = False
     ) -> list[TokenIds]:
-        """Return the token ids of each piece's prompt. `num_beside`: characters of a prompt that are not in the piece.
+        """Return the token ids of the prompt that `encode` makes from each piece. `num_beside`: the number of
+        characters that `encode` adds to a piece.
 
         The longest piece is encoded first. If its prompt is too long, the others are not encoded. With `is_cut` no
         length is checked. Raises APIError: 400 for a prompt that is too long, 429 if the queue has no room for all.
@@ -385,7 +386,8 @@ class Service:
         ending: Ending = Ending(),
         marks: Sequence[ChatMark] = (),
     ) -> Prompt:
-        """Return the prompt of a conversation. For models with recurrent layers, it also has the ends of messages.
+        """Return the prompt of a conversation. If the model has recurrent layers, the prompt also names the token at
+        which each message ends.
 
         Marks whose place is not in the rendered text are left out. Raises ChatTemplateError, or APIError 400 for
         pictures that the model does not take.
@@ -537,7 +539,7 @@ class Service:
     async def close_session(self, tenant: Tenant, session_id: str) -> int | None:
         """Close a tenant's session in every engine, and forget its totals.
 
-        Returns the number of blocks that the session gave up, or None if no engine knows the session.
+        Returns the number of blocks that are now evicted first, or None if no engine knows the session.
         Raises APIError 503 if no engine can be reached.
         """
         owner = self.tenants.owner(tenant)
@@ -574,7 +576,7 @@ class Service:
         return ExtraKeys(salt=salt, salt_offset=num_shared(prompt, self._shared_prefixes))
 
     def placed(self, prompt: Prompt, salt: str | None, adapter: Adapter | None) -> Prompt:
-        """Return a prompt in the namespace of a salt. The prompt keeps its keys for an adapter and for pictures."""
+        """Return a prompt in the namespace of a salt. The keys for an adapter and for pictures stay."""
         extra_keys, keys = self._extra_keys(prompt.token_ids, salt), prompt.extra_keys
         extra_keys = replace(extra_keys, adapter=keys.adapter, adapter_offset=keys.adapter_offset, spans=keys.spans)
         return replace(prompt, extra_keys=extra_keys, adapter=prompt.adapter or adapter)
@@ -584,7 +586,7 @@ class Service:
         return Prompt(token_ids, None, self._extra_keys(token_ids, salt), adapter=adapter)
 
     def owner_of(self, salt: str | None) -> str | None:
-        """Return the name of the tenant who owns a salt's prefixes; None without a salt, or for unseen tenants."""
+        """Return the name of the tenant who owns a salt's prefixes; None if no tenant seen so far does."""
         if salt is None:
             return None
         namespace = salt.partition("/")[0]

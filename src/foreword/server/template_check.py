@@ -92,7 +92,7 @@ class TemplateChange:
     """An earlier turn that the template writes differently once a later turn follows."""
 
     conversation: str
-    """The kind of conversation in which the turn changes."""
+    """The name of the checked kind of conversation, such as "calls of tools"."""
     turn: int
     """The number of the turn (a question and its answer) that changes, from 1."""
     position: int
@@ -125,7 +125,7 @@ def check_template(tokenizer: Tokenizer) -> list[TemplateChange]:
 
 
 def _switched(tokenizer: Tokenizer, template: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the template inputs to check, with names: no input, and each switch of thinking that changes a prompt."""
+    """Return name and template inputs of each case: no input, and each thinking switch that changes a prompt."""
     variants: list[tuple[str, dict[str, Any]]] = [("", {})]
     for switch, value in itertools.product(SWITCHES, (False, True)):
         if re.search(rf"\b{switch}\b", template):
@@ -220,8 +220,8 @@ class _Check:
     def _begins(self, prompt: str, before: str, reply: str) -> bool:
         """Say whether a prompt begins with an earlier prompt and its reply.
 
-        White space may differ at the reply's start, and anywhere in replies with calls or reasoning, because models
-        write the white space of their training.
+        White space may differ at the reply's start. In replies with calls or reasoning it may differ anywhere, because
+        a model writes the white space that it learned in training.
         """
         continuation = prompt[len(before) :].lstrip()
         if self._kind.thinks or self._kind.has_tools:

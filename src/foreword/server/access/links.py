@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LEAST_SHARE = 0.95
-"""Default of `link_gate`: the 95% interval of a method's loss is at most 5 right answers in 100 prompts."""
+"""Default of `link_gate`: with 95% confidence, a method keeps at least this share of the right answers."""
 MOST_SOURCES = 1024
 """Limit of a prompt's sources, because the engine looks for each source in every step until all are cached."""
 

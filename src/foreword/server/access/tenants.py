@@ -81,7 +81,7 @@ class Tenants:
         server_secret: str | None = None,
         quotas_work: bool = True,
     ) -> None:
-        """Read the file. Raises ConfigError if it cannot be read, or has quotas although `quotas_work` is false."""
+        """Read the keys file. Raises ConfigError if it cannot be read, or has quotas while `quotas_work` is false."""
         has_keys = api_key is not None or keys_file is not None
         # Without keys there is one tenant. Its salts name the same prefixes after a restart, and on other servers.
         self._secret = (server_secret or (secrets.token_hex(32) if has_keys else "")).encode()

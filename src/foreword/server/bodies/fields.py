@@ -136,7 +136,7 @@ def _unknown(error: ValidationError) -> Sequence[Place]:
 
 
 def _remove(body: Any, place: Sequence[Any]) -> None:
-    """Remove a field. Parts of its place that name a type of a union, and not a key, are skipped."""
+    """Remove the field at `place`, its path of keys and indexes. Names of a union's types in this path are skipped."""
     *inside, name = place
     for part in inside:
         inner = body[part] if isinstance(body, list) and isinstance(part, int) else None

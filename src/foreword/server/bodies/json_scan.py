@@ -69,7 +69,7 @@ to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def to_long_json(body: Any, depth: int) -> str:
-    """Return the same as `to_json`, but write lists and objects down to this depth item by item.
+    """Return the text that `to_json` returns. Lists and objects in the first `depth` levels are written item by item.
 
     Long texts are written with pauses. Without pauses, a thread that only computes would hold Python's lock for 5 ms
     after each read and each write of the event loop.

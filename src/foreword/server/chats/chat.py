@@ -26,7 +26,7 @@ from foreword.text.reply.turn import Turn
 Messages = Sequence[Mapping[str, Any]]
 STRIDE = 16
 """Messages are left out in steps of this number of messages, so that prompts of successive turns begin alike. If the
-prompt would then use less than half of the room, as few messages as possible are left out."""
+prompt would then have less than half of the allowed tokens, as few messages as possible are left out."""
 AUTO, WHOLE = ToolChoice(), Ending()
 LOWEST = -9999.0
 """Replaces the log probability of an impossible token, because JSON cannot express minus infinity."""

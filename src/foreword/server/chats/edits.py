@@ -1,8 +1,9 @@
 """Reuse after an edit in the middle of a chat. The KV after the edit is copied from an earlier prompt (linked).
 
 The answer is then approximate. So the client must ask for links, a gate must allow the method, and the answer reports
-the links. If linking would not pay, the prompt stays plain, and the exact answer says why: the session has no such
-prompt, no token after the edit is common, the source is not cached or has no room, or the saving is small.
+the links. If linking would not pay, the prompt stays plain, and the answer is exact and says why. The reasons: the
+session has no earlier plain prompt; that prompt shares no token after the edit; it is not cached; the cache cannot
+hold both prompts; or linking saves too little.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _least_saving(service: Service, plain: Prompt) -> int:
 
 
 async def _not_paying(service: Service, plain: Prompt, linked: Prompt, max_tokens: int | None) -> str | None:
-    """Say why these links are not worth their inexactness now, or have no room; None: they save enough."""
+    """Say why these links are not worth their inexactness now, or why the cache cannot hold the prompts; None: link."""
     num_found, num_reused = await service.thread.ask(COUNT_LINKED, plain, linked, max_tokens)
     if num_reused in _NO_SOURCE:
         return _NO_SOURCE[num_reused]
@@ -116,8 +117,8 @@ async def _not_paying(service: Service, plain: Prompt, linked: Prompt, max_token
 def _edits(token_ids: npt.NDArray[np.int32], earlier: Sequence[RequestRecord], num_rest: int) -> Iterator[Composition]:
     """Yield the prompt as an edit of each of the NUM_TRIED earlier prompts that share most tokens with it, best first.
 
-    Tokens before and after the edit count. An earlier prompt that shares all but `num_rest` tokens is yielded at once,
-    before the next prompt is compared. Prompts that share no token after the edit are left out.
+    The shared tokens before and after the edit are counted. An earlier prompt that shares all but `num_rest` tokens is
+    yielded at once, before the next prompt is compared. Prompts that share no token after the edit are left out.
     """
     candidates: list[tuple[int, Composition]] = []
     for before in (record.prompt_token_ids for record in earlier):

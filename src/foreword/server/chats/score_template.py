@@ -23,7 +23,7 @@ from foreword.text import Tokenizer
 TokenIds = npt.NDArray[np.int32]
 _PLACE = re.compile(r"\{(query|document|input|instruction)\}")
 RANKING, CLASSIFYING = ("query", "document"), ("input",)
-"""The places that a template must have, by the template's purpose."""
+"""Names of the placeholders that a template's user message must have: for rankings, and for classifications."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

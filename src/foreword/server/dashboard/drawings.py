@@ -246,7 +246,7 @@ def _request_row(record: RequestRecord, tokenizer: Tokenizer | None, longest: in
 
 
 def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
-    """Write, as HTML, why the rest of a prompt was missed, and the texts where the prompt and the cache differ."""
+    """Write, as HTML, why a prompt was not found to its end, and the texts where the prompt and the cache differ."""
     explanation = record.explanation
     if explanation is None or explanation.reason is None:
         return ""
@@ -388,7 +388,7 @@ def model_card(service: Service, num_blocks: int) -> str:
 
 
 def entry_rows(look: Snapshot, *, with_tenants: bool) -> str:
-    """Draw the card of kept entries: broken entries first, then the entries that keep most tokens."""
+    """Draw the card of kept entries: broken entries first, then the entries that keep the most tokens."""
     entries = sorted(look.entries, key=lambda entry: (entry.is_whole, -entry.num_kept_tokens))
     broken = sum(not entry.is_whole for entry in look.entries)
     note = f"{count(len(entries))} entries, {count(broken)} of them not whole."

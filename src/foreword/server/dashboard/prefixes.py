@@ -40,7 +40,8 @@ _NOTHING = '<div class="empty">Choose a prefix to read it.</div>'
 def prompt_of_prefix(service: Service, nodes: Mapping[str, PrefixNode], chosen: str) -> Prompt | None:
     """Return the part of a recent prompt up to the end of the chosen node.
 
-    If no recent prompt reaches this end, return the longest prompt that enters the node. If there is none, return None.
+    If no recent prompt is so long, return the longest prompt that ends inside the node. If no prompt enters the node,
+    return None.
     """
     node = nodes.get(chosen)
     if node is None:
@@ -60,7 +61,7 @@ def prompt_of_prefix(service: Service, nodes: Mapping[str, PrefixNode], chosen: 
 
 
 def _goes_through(record: RequestRecord, path: list[PrefixNode]) -> bool:
-    """Say whether a prompt enters a path's first (deepest) node, and has the path's known tokens as far as it goes."""
+    """Say whether a prompt reaches into `path[0]`, the deepest node, and equals the path's known tokens to its end."""
     return record.num_prompt_tokens > path[0].start and all(
         record.prompt_token_ids[node.start : node.start + len(node.token_ids)].tolist()
         == list(node.token_ids[: record.num_prompt_tokens - node.start])

@@ -57,7 +57,7 @@ def told_to_client(reason: MissReason | None) -> MissReason | None:
 
 
 def in_words(explanation: LookupExplanation) -> str | None:
-    """Say why the rest of the prompt was missed; None if nothing was missed."""
+    """Say why the prompt was not found to its end; None if nothing was missed."""
     reason = told_to_client(explanation.reason)
     if reason is None:
         return None

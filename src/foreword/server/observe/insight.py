@@ -31,7 +31,7 @@ MAX_WAIT_S = 5.0
 
 
 def lru_curve(num_blocks: int, block_tokens: int) -> LiveLruCurve:
-    """Return an empty curve for `FACTORS` times this number of blocks."""
+    """Return a curve without requests yet, for caches of `num_blocks` blocks times each of `FACTORS`."""
     return LiveLruCurve([max(1, int(num_blocks * factor)) for factor in FACTORS], block_tokens=block_tokens)
 
 

@@ -31,7 +31,7 @@ def log_event(event: str, text: str, **fields: Any) -> None:
 
 
 def log_model(llm: LLM, model_name: str) -> None:
-    """Log the model, its precision, its layers by kind, and the longest request."""
+    """Log the model, its precision, its layers by kind, and the most tokens that a request may have."""
     options, layout, engine = llm.config, llm.layout, llm.engine
     kinds = layout.layers_by_kind()
     log_event(

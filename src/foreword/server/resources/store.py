@@ -159,7 +159,7 @@ class ContentFolder:
     def read(self, content_id: str) -> CachedContent | None:
         """Read a file; None if it is gone. A file that is damaged or has another key is logged, and gives None too.
 
-        Raises OSError, or APIError 409 if a newer version wrote the file.
+        Raises OSError, or APIError 409 if a newer version of foreword wrote the file.
         """
         path = self._path / content_id
         try:
@@ -277,9 +277,9 @@ class CachedContents:
         self._folder = folder
         self._contents: dict[str, CachedContent] = {}
         self._newer: dict[str, str] = {}
-        """The errors of contents that a newer version wrote, by id."""
+        """Id -> error, for each content that a newer version of foreword wrote."""
         self._versions: dict[str, Version] = {}
-        """The versions of the files that were read or written last, by id. Unwritten resources have no version."""
+        """Id -> the version of the file when it was last read or written. Unwritten resources have none."""
         self._coming: list[CachedContent] = []
         self._writing = asyncio.Lock()
         if folder is not None:
@@ -302,7 +302,7 @@ class CachedContents:
     async def find(self, tenant: Tenant, content_id: str) -> CachedContent | None:
         """Find a tenant's resource; None if it is unknown, expired, deleted or another tenant's.
 
-        Raises APIError 409 if a newer version wrote it.
+        Raises APIError 409 if a newer version of foreword wrote the content.
         """
         if not is_content_id(content_id):
             return None

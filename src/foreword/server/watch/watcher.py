@@ -110,7 +110,7 @@ class Tally:
         return " ".join(map(str, words))
 
     def story(self, request: SeenRequest) -> str:
-        """Say in a sentence why a request missed the rest of its prompt."""
+        """Say in a sentence why a request's prompt was not found to its end."""
         why = request.why
         if why.reason is None:
             return "all whole blocks of the prompt were found"
@@ -216,7 +216,7 @@ class Report:
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of the prompt tokens that were found; None before the first request. See `bound`."""
+        """The share of the prompt tokens that were found; None before the first request. `bound`: how exact it is."""
         return self.seen.found_tokens / self.seen.prompt_tokens if self.seen.prompt_tokens else None
 
     @property
@@ -353,7 +353,7 @@ class Watcher:
         return f"nobody answers at {', '.join(silent)}" if silent else self._subscriber.follower.state
 
     def close(self) -> None:
-        """Follow the requests that are still open, and finish the recording. May be called twice. Raises TraceError."""
+        """Count the requests that are still open, and finish the recording. May be called twice. Raises TraceError."""
         self._follow(self._requests.take(everything=True))
         if self._recording is not None:
             self._recording.close()

@@ -280,7 +280,7 @@ def _source_text(body: CreateCachedContentRequest) -> bytes:
 
 
 def _end(body: CreateCachedContentRequest | UpdateCachedContentRequest, now_us: int) -> int | None:
-    """Return the end that a body gives to a cached content, in microseconds since 1970; None if it gives no end.
+    """Return the time at which a body lets a cached content end, in microseconds since 1970; None if it names no time.
 
     Raises APIError 400.
     """
@@ -313,7 +313,9 @@ _CAN_CHANGE = {"ttl": "ttl", "expireTime": "expire_time", "expire_time": "expire
 
 
 def _check_changes(body: UpdateCachedContentRequest, query: Mapping[str, str]) -> None:
-    """Raise APIError 400 if a body changes other fields than the end. With an update mask, only masked fields count."""
+    """Raise APIError 400 if a body changes other fields than `ttl` and `expireTime`. If there is an update mask, the
+    mask may name only these two, and other fields of the body are ignored.
+    """
     mask = query.get("updateMask", query.get("update_mask"))
     if mask is None:
         others = body.model_fields_set - set(_CAN_CHANGE.values())

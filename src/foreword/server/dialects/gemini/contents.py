@@ -1,6 +1,6 @@
 """Reads Google's contents, tools and thinking into a chat, and `generationConfig` into sampling.
 
-A function's result names its call by id or by name. A result that names no waiting call belongs to the first of them.
+A function's result names its call by id or by name. A result that names no waiting call is given to the oldest.
 A call without an id gets an id from its place in the conversation, so that the next turn renders the same text.
 """
 
@@ -41,7 +41,7 @@ _NUMBERS = frozenset("minItems maxItems minLength maxLength minProperties maxPro
 """Fields with 64-bit numbers, which Google sometimes writes as strings."""
 _SAME = frozenset("description title default pattern minimum maximum enum required".split()) | _NUMBERS
 _INNER = {"items": False, "anyOf": True, "prefixItems": True}
-"""Fields with schemas inside, and whether the field holds a list of schemas."""
+"""Name of a field that contains schemas -> whether the field is a list of schemas (otherwise it is one schema)."""
 _IGNORED = frozenset("format example propertyOrdering nullable".split())
 """Fields without a counterpart in JSON schemas, and fields that are read together with another field."""
 JSON, ENUM, TEXT = "application/json", "text/x.enum", "text/plain"

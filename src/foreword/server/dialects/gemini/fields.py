@@ -283,7 +283,7 @@ class CreateCachedContentRequest(CachedSource):
 
 
 class UpdateCachedContentRequest(GoogleBody):
-    """PATCH /v1/cachedContents/ID: the fields of a cached content. Only its end can change."""
+    """PATCH /v1/cachedContents/ID: the fields of a cached content. Only the time at which it ends can change."""
 
     ttl: Word | None = None
     expire_time: Word | None = None

@@ -115,7 +115,7 @@ class OllamaAnswer(AnswerWriter):
 def _durations(record: RequestRecord) -> Json:
     """Return the durations in nanoseconds. The wait for the first step counts as the time to load.
 
-    The three parts add up to the total.
+    The durations of loading, the prompt and the answer add up to the total.
     """
     end = record.token_times[-1] if record.token_times else time.monotonic()
     first = record.token_times[0] if record.token_times else end

@@ -48,7 +48,7 @@ class Breakpoints:
     def __init__(self, num_before: int = 0) -> None:
         """`num_before`: the number of the prompt's messages before the message with the index 0."""
         self.seen: list[tuple[Place, str | None]] = []
-        """The place and the `ttl` of each breakpoint; of one content, only of the latest MOST_MARKS."""
+        """The place and the `ttl` of each breakpoint. Of one content, only the last MOST_MARKS breakpoints are here."""
         self._num_before = num_before
 
     def text(self, content: str | Sequence[TextPart] | None, where: str, index: int, role: str, begun: str = "") -> str:

@@ -379,7 +379,7 @@ class _Completion(ChoicesAnswer):
         self._hides_answer = body.max_tokens == 0
         self._num_each = body.n or 1
         self._texts: dict[int, Detokenizer | None] = {}
-        """For each choice that has begun: finds the offsets of tokens in its text; None without a tokenizer."""
+        """Index of a begun choice -> the detokenizer that finds its tokens' offsets; None without a tokenizer."""
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         echoed = sum(

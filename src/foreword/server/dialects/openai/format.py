@@ -16,7 +16,7 @@ from foreword.text.detokenizer import REPLACEMENT
 
 
 def usage(answer: AnswerStream, service: Service, num_reasoning: int, *, hides_answer: bool) -> dict[str, Any]:
-    """Return `usage` of chat and completions, over all prompts of a call. `hides_answer`: count no answer."""
+    """Return `usage` of chat and completions, over all prompts of a call. `hides_answer`: report 0 answer tokens."""
     outputs, params = answer.outputs, answer.jobs[0].params
     prompt, cached, completion = _num_tokens(outputs)
     completion = 0 if hides_answer else completion
@@ -90,7 +90,9 @@ def _of_pictures(outputs: Sequence[RequestOutput]) -> dict[str, int]:
 
 
 def _from_tiers(outputs: Sequence[RequestOutput], llm: LLM) -> dict[str, Any]:
-    """Return cached tokens by tier; empty without tiers. `cache_exact`: false if other arithmetic may have made any."""
+    """Return cached tokens by tier; empty without tiers. `cache_exact` is false if the KV of some may come from a
+    machine whose arithmetic gives other bits.
+    """
     names = llm.engine.tier_names
     if not names:
         return {}

@@ -89,7 +89,7 @@ def _report(explanation: LinkExplanation) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The checked fields of a prompt that consists of parts."""
+    """The checked fields of a prompt that consists of documents or of a schema's modules."""
 
     service: Service
     body: ModulesRequest
@@ -111,7 +111,7 @@ class _Parts:
         return cls(service, body, method, schema, service.tenants.namespace(tenant, body.cache_salt))
 
     async def prompt(self) -> tuple[Prompt, Composition | None]:
-        """Return the engine's prompt, and its parts if it is linked. Raises APIError or InvalidRequestError."""
+        """Return the engine's prompt, and a linked prompt's parts (or None). Raises APIError or InvalidRequestError."""
         return await composed(self.service, self.method, self.body.n or 1, self._prompt)
 
     def _prompt(self) -> tuple[Prompt, Composition | None]:

@@ -422,7 +422,7 @@ class _ResponseAnswer(AnswerWriter):
         self._num_chars = 0
         """The length of the text of all deltas so far."""
         self._held: Logprobs = []
-        """The log probabilities of tokens whose part is not clear yet."""
+        """The log probabilities of tokens whose text the reply's reader has not yet returned in a part."""
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         return num_bytes(deltas, self._body.top_logprobs or 0)
