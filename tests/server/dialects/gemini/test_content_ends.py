@@ -181,6 +181,14 @@ def test_a_client_that_leaves_while_its_content_is_computed_leaves_nothing(serve
     assert httpx.get(f"{server.url}/v1/cachedContents").json() == {}
 
 
+def test_a_content_that_an_earlier_version_kept_for_too_long_is_listed(server, ask):
+    cache, store = make(ask, facts("opal")), server.service.cached_contents
+    [content] = store._contents.values()
+    server.start(store.set_end(content, 10**18, store.now_us)).result(60)
+    [listed] = httpx.get(f"{server.url}/v1/cachedContents").json()["cachedContents"]
+    assert (listed["name"], listed["expireTime"]) == (cache.name, "9999-12-31T23:59:59.000000Z")
+
+
 def test_a_client_that_leaves_while_its_content_is_stored_leaves_the_content_and_its_entry(server):
     store = server.service.cached_contents
     server.start(store._writing.acquire()).result(60)  # a slow disk

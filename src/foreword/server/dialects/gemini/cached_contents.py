@@ -73,8 +73,8 @@ def read_timestamp(text: str) -> int | None:
 
 
 def timestamp(time_us: int) -> str:
-    """Return the timestamp, in UTC, of microseconds since 1970."""
-    moment = _EPOCH + timedelta(microseconds=time_us)
+    """Return the timestamp, in UTC, of microseconds since 1970. Earlier versions kept contents beyond LATEST_US."""
+    moment = _EPOCH + timedelta(microseconds=min(time_us, LATEST_US))
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
