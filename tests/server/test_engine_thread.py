@@ -299,9 +299,9 @@ def test_a_reader_that_comes_late_takes_time_in_proportion_to_the_tokens():
         for token_id in range(num_tokens):
             stream.put([Delta(0, "word", [token_id], None, None)])
         stream.put([Delta(0, ".", [0], None, "stop"), Finished()])
-        started = time.perf_counter()
+        started = time.thread_time()
         [[delta]] = [deltas async for deltas in stream.deltas()]
-        taken = time.perf_counter() - started
+        taken = time.thread_time() - started
         assert delta == Delta(0, "word" * num_tokens + ".", [*range(num_tokens), 0], None, "stop")
         return taken
 

@@ -374,9 +374,9 @@ def test_the_time_for_many_blocks_is_in_proportion_to_their_number(world):
         blocks = [{"type": "text", "text": "a"}] * num_blocks
         told = [{"role": role, "content": blocks} for role in ("user", "assistant", "user")]
         body = CreateMessageRequest.model_validate({"model": MODEL, "max_tokens": 1, "messages": told})
-        started = time.perf_counter()
+        started = time.thread_time()
         chat_of(world.service, body, 0)
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
     few, many = (min(seconds(count) for _ in range(3)) for count in (1000, 16_000))
     assert many < 64 * few

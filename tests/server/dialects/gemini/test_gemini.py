@@ -260,9 +260,9 @@ def test_the_time_for_an_answer_in_many_contents_is_in_proportion_to_their_numbe
 
     def seconds(num_contents: int) -> float:
         body = GenerateContentRequest.model_validate({"contents": [content] * num_contents})
-        started = time.perf_counter()
+        started = time.thread_time()
         [message] = read_chat(body, "", 0).messages
-        taken = time.perf_counter() - started
+        taken = time.thread_time() - started
         assert len(message["content"]) == 200 * num_contents
         return taken
 

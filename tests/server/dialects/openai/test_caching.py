@@ -400,9 +400,9 @@ def test_nothing_is_meant_by_null_and_tokenize_checks_breakpoints_without_keepin
 def test_the_time_for_many_breakpoints_is_in_proportion_to_their_number():
     def seconds(num_parts: int) -> float:
         parts = [TextPart(**text("a", MARK))] * num_parts
-        started = time.perf_counter()
+        started = time.thread_time()
         Breakpoints().text(parts, "content", 0, "user")
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
     few, many = (min(seconds(count) for _ in range(3)) for count in (1000, 16_000))
     assert many < 64 * few

@@ -214,9 +214,9 @@ def test_the_time_for_many_calls_is_in_proportion_to_their_number():
     item = FunctionCallItem(type="function_call", call_id="c", name="f", arguments="{}")
 
     def seconds(num_calls: int) -> float:
-        started = time.perf_counter()
+        started = time.thread_time()
         continued([], [item] * num_calls, Breakpoints())
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
     few, many = (min(seconds(count) for _ in range(3)) for count in (1000, 64_000))
     assert many < 256 * few
