@@ -29,7 +29,7 @@ MOST_LISTED = 256
 
 @router.get("/health", tags=["server"])
 async def health(request: Request) -> Response:
-    """Answer 200 while the engine works, otherwise 503. The body names the failing listeners to requests."""
+    """Answer 200 while the engine works, otherwise 503. The body names failing consumers of records."""
     service = service_of(request)
     failing = {
         listener.name: {"reason": listener.failure, "failures": listener.num_failures, "lost": listener.num_lost}
@@ -199,7 +199,7 @@ async def load(body: Annotated[LoadRequest, Depends(operators_body_of(LoadReques
 async def unload(
     body: Annotated[UnloadRequest, Depends(operators_body_of(UnloadRequest))], request: Request
 ) -> Response:
-    """Stop serving an adapter. Requests that run under it end as usual. For operators."""
+    """Stop serving an adapter. Running requests keep the adapter until they end. For operators."""
     if not service_of(request).adapters.remove(body.lora_name):
         raise unknown_model(body.lora_name)
     return json_response({"object": "adapter", "id": body.lora_name, "loaded": False})

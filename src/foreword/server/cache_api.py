@@ -282,7 +282,7 @@ async def list_entries(request: Request) -> Response:
 
 @router.patch("/v1/cache/entries/{entry_id}")
 async def change_entry(entry_id: str, call: CallWith[EntryChange]) -> Response:
-    """Move the end of an entry to `ttl_s` seconds from now, which may be earlier or later than its end so far."""
+    """Let an entry end `ttl_s` seconds from now, which may be earlier or later than its end so far."""
     return json_response(await _change(call.request, entry_id, call.body.ttl_s))
 
 
@@ -302,7 +302,7 @@ async def _visible(request: Request) -> tuple[str | None, bool]:
 
 
 async def _change(request: Request, entry_id: str, ttl_s: float | None) -> dict[str, Any]:
-    """Move an entry's end, or end it now. Raises APIError 404 if the entry is gone or belongs to another tenant."""
+    """Let an entry end in `ttl_s` seconds (None: now). Raises APIError 404 if it is gone or of another tenant."""
     report = await service_of(request).thread.change(CHANGE_ENTRY, entry_id, ttl_s, *await _visible(request))
     if not report:
         raise APIError(404, f"There is no cache entry {entry_id!r:.100} (any more).", code="not_found")

@@ -98,7 +98,7 @@ class Crew:
                 del self._waiting[caller]
 
     def _start(self) -> None:
-        """Give waiting work to free threads, one job of each caller in turn."""
+        """Give waiting jobs to free threads: callers take turns, one job at a time."""
         while self.num_running < self._num_threads and self._waiting:
             if len(self._threads) <= self.num_running:
                 thread = threading.Thread(target=self._work, name=f"foreword-{self.name}", daemon=True)

@@ -132,7 +132,7 @@ AfterStep = Listener[Sequence[Ended]]
 
 @dataclass(slots=True)
 class _Running:
-    """A job in the engine, and the part of its output that was handed over."""
+    """A job in the engine, and the part of its output that the job's stream already has."""
 
     job: Job
     stream: AnswerStream
@@ -435,7 +435,7 @@ class EngineThread(EngineDoor):
 
 
 def in_a_thread(llm: LLM, records: Records, after_step: Sequence[AfterStep]) -> EngineThread:
-    """Open the door to the model's own engine, which a thread of this process steps."""
+    """Return the EngineDoor of the model's own engine, which a thread of this process steps."""
     return EngineThread(llm.engine, records, after_step=after_step)
 
 

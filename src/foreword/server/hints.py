@@ -59,11 +59,17 @@ class HintsRequest(Body):
 
 
 Outcome = Literal["accepted", "deferred", "clipped", "missing", "rejected", "ignored"]
-"""What the server did with an action. deferred: carries it out once the answer has ended. clipped: keeps less than the
-action asked for. missing: found nothing to act on. rejected: its payload or this server's settings forbid the action.
-ignored: this server does not know the action."""
+"""What the server did with an action:
+
+accepted: The action was carried out.
+deferred: The action will be carried out once the answer has ended.
+clipped: Less is kept than the action asked for.
+missing: There was nothing to act on.
+rejected: The action's payload or the server's settings forbid the action.
+ignored: This server does not know the action.
+"""
 WHOLE = 2**63
-"""An end beyond any prompt, for hints that ask to keep the answer too. Only the prompt is kept ("clipped")."""
+"""The end of a hint that asks to keep the answer too: beyond any prompt. Only the prompt is kept ("clipped")."""
 
 
 _RANKS: Sequence[Outcome] = get_args(Outcome)

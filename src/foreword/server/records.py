@@ -114,7 +114,7 @@ class RequestRecord:
     trace_parent: str | None = None
     """W3C `traceparent` header of the call; None without this header."""
     template_digests: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the chat template's inputs, except the messages, by the input's name."""
+    """Name of a chat template's input (except the messages) -> digest of the input."""
     num_choices: int = 1
     stream: bool = False
     is_uncached: bool = False
@@ -320,7 +320,7 @@ class Records:
         return [record for record in finished if tenant is None or record.tenant == tenant][:count]
 
     def of_session(self, tenant: str, session_id: str | None) -> Iterator[RequestRecord]:
-        """Yield the finished requests of a session that ran, the latest first."""
+        """Yield a session's finished requests, the latest first, without the requests that never ran."""
         records = self.recent(MAX_RECORDS, tenant)
         return (each for each in records if each.session_id == session_id and each.first_scheduled_time)
 

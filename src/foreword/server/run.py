@@ -91,8 +91,8 @@ def _is_pipe(path: str | os.PathLike[str]) -> bool:
 def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> bool:
     """Serve until a signal comes. Print the address to standard output once the server is ready.
 
-    Returns whether Python may end in order. It may not if a thread of a crew still runs compiled code, because this
-    thread would crash while the interpreter ends. Raises EngineError if the server failed to start or to stop in order.
+    Returns whether the interpreter may end normally. If a thread of a crew still runs compiled code, it may not,
+    because this thread would crash while the interpreter ends. Raises EngineError if the start or the stop failed.
     """
     name = next(iter(config.served_model_name), name_of_model(llm.config.model.model))
     app = make_app(llm, config, name, open_door)

@@ -94,7 +94,7 @@ class Caller:
     trace_parent: str | None = None
     """W3C `traceparent` header of the call."""
     template_digests: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the chat template's inputs, except the messages, by the input's name."""
+    """Name of a chat template's input (except the messages) -> digest of the input."""
     is_uncached: bool = False
     """Whether the call bypasses the cache: its prompts use no cached KV, and no other call finds their KV."""
     priority: int = 0
@@ -199,7 +199,7 @@ class Service:
         )
 
     def _open_engine(self, open_door: OpenDoor, now: Snapshot) -> None:
-        """Open the door to the engines, and the metrics that observe the engines."""
+        """Connect to the engines by `open_door`, and make the metrics that observe the engines."""
         llm, self.records = self.llm, Records()
         has_curve = llm.config.cache.enable_prefix_caching and llm.layout.is_one_full_group
         self.more_memory = MoreMemory(now.num_blocks - now.num_sink_blocks if has_curve else None, now.block_size)
@@ -231,7 +231,7 @@ class Service:
         return MediaDomains(config.allow_media_domain, config.max_body_bytes, self.crews.fetches, held)
 
     def _open_listeners(self, config: ServerConfig) -> None:
-        """Open the listeners to requests that the options ask for."""
+        """Make the consumers of finished requests that the options ask for: traces, a recording, logs."""
         self.tracing: Tracing | None = None
         if config.otlp_traces_endpoint is not None:
             self.tracing = Tracing.to_endpoint(config.otlp_traces_endpoint, self.model_name)
@@ -442,7 +442,7 @@ class Service:
             )
 
     async def spell(self, words: Sequence[str]) -> None:
-        """Compute the spellings of these words in a thread, before the engine's thread needs the spellings."""
+        """Tokenize these words in a thread. The tokenizer remembers the token ids for the engine's thread."""
         await self.crews.text.run(lambda: [self.tokenizer.spellings(word) for word in words])
 
     async def compile_grammar(self, form: StructuredOutputsParams | str) -> Callable[[], TokenConstraint]:

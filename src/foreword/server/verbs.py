@@ -92,7 +92,7 @@ def _count_linked(engine: Engine, plain: Prompt, linked: Prompt, max_tokens: int
 
 
 def _end_entry(engine: Engine, name: str, left_s: float | None) -> None:
-    """Move an entry's end to `left_s` seconds from now, or end it now (None), even if it is still being computed."""
+    """Let an entry end in `left_s` seconds (None: now), even if the entry is still being computed."""
     if left_s is None:
         engine.entries.drop(name)
     else:

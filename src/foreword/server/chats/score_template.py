@@ -1,6 +1,6 @@
 """ScoreTemplate: the conversation in which a model judges a text, and the tokens of its verdict.
 
-A template is a few lines of text with places for the judged texts: a document and a query, or an input alone. The
+A template is a few lines of text with placeholders for the judged texts: a document and a query, or an input alone. The
 model's chat template adds the rest of the prompt. Scores mean nothing without the template that a model was trained
 with, so the server has no default.
 """
@@ -88,7 +88,7 @@ class ScoreTemplate:
         return cls(**table)
 
     def messages(self, texts: Mapping[str, str], instruction: str | None = None) -> list[dict[str, str]]:
-        """Return the conversation about `texts`, which are given by place. Raises InvalidRequestError."""
+        """Return the conversation about `texts` (placeholder -> text). Raises InvalidRequestError."""
         if instruction is not None and "{instruction}" not in self.user:
             raise InvalidRequestError(
                 "the server's template has no place for an instruction; leave it out, or start the server with "
@@ -100,7 +100,7 @@ class ScoreTemplate:
         return [*first, {"role": "user", "content": user}]
 
     def tokens(self, tokenizer: Tokenizer, texts: Mapping[str, str], instruction: str | None = None) -> TokenIds:
-        """Return the token ids of the prompt about `texts`, which are given by place. Raises InvalidRequestError."""
+        """Return the token ids of the prompt about `texts` (placeholder -> text). Raises InvalidRequestError."""
         return tokenizer.render_chat(self.messages(texts, instruction), template_inputs=self.template_inputs)
 
     def label_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -118,7 +118,7 @@ def ttft_dots(records: Sequence[RequestRecord], now: float, window_s: float) -> 
 
 
 def chart(shapes: str, labels: Sequence[str], title: str, below: str) -> str:
-    """Draw shapes in a stretched area of 100 by 100 units. `labels`: at its side, from top to bottom. `below`: HTML."""
+    """Draw shapes in a stretched area of 100 by 100 units. `labels` stand at its side, the top first; `below`: HTML."""
     lines = "".join(
         f'<path class="gridline" d="M0 {100 * at / (len(labels) - 1):.2f}H100"/>' for at in range(len(labels))
     )

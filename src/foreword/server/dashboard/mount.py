@@ -51,7 +51,7 @@ def give_edge(nicegui_app: FastAPI, files: str) -> None:
 
 
 class Edge:
-    """Middleware that lets browsers keep files, adds a proxy's prefix to redirections, and lets clients leave."""
+    """Middleware that lets browsers keep files, adds a proxy's prefix to redirections, and lets clients leave early."""
 
     def __init__(self, app: ASGIApp, *, files: str) -> None:
         self._app = app

@@ -71,7 +71,7 @@ class Parting:
         self.refresh()
 
     def refresh(self) -> None:
-        """Offer the tenants that have sent requests, if there are several."""
+        """If several tenants have sent requests, let the viewer choose one of these tenants."""
         names = sorted(self._service.records.tenants())
         self._tenant.set_visibility(len(names) > 1)
         if names and names != self._tenant.options:

@@ -1,7 +1,7 @@
 """Insight: snapshots of the engine, taken between two of its steps.
 
-A look waits at most `MAX_WAIT_S` for the current step. After that, or if the engine has failed, it returns the last
-snapshot.
+`Insight.look` waits at most `MAX_WAIT_S` seconds for the end of the current step. After that, or if the engine has
+failed, `look` returns the last snapshot.
 """
 
 from __future__ import annotations

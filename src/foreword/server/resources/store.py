@@ -360,7 +360,7 @@ class CachedContents:
             await self._write(item)
 
     async def set_end(self, item: CachedContent, expires_us: int, now_us: int) -> CachedContent | None:
-        """Move the end of a resource. Returns the changed resource; None if it has ended meanwhile."""
+        """Change the time at which a resource ends. Returns the changed resource; None if it has ended meanwhile."""
         async with self._writing:
             current = self._contents.get(item.id)
             if current is None or current.expires_us <= self.now_us:  # `now_us` may have been long ago

@@ -69,7 +69,7 @@ class Tally:
     def __init__(self, decode: Decode | None = None) -> None:
         self.missed_tokens: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
-        """The number of requests by the reason of their miss."""
+        """Reason of a miss -> number of requests."""
         self.most_agreed_tokens = 0
         """The length in tokens of the longest prefix that a prompt shared with a cached sequence."""
         self._decode = decode

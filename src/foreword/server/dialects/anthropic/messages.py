@@ -263,7 +263,7 @@ def _pictures(blocks: Iterable[tuple[str, TextBlock | ImageBlock]]) -> Plain:
 
 
 def _joined(blocks: Iterable[tuple[str, TextBlock | ImageBlock]], marks: Marks, index: int, begun: str = "") -> str:
-    """Return a message's content: `begun`, then the texts of blocks. `marks` sees each block."""
+    """Return a message's content: `begun`, then the texts of blocks. Each block is passed to `marks`."""
     pieces, size, separator = [begun], len(begun), ""
     for where, block in blocks:
         pieces += ["" if isinstance(block, ImageBlock) else separator, block.text]

@@ -1,6 +1,6 @@
 """Reads Google's contents, tools and thinking into a chat, and `generationConfig` into sampling.
 
-A function's result names its call by id or by name. A result that names no waiting call is given to the oldest.
+A function's result names its call by id or by name. A result that names no waiting call belongs to the oldest.
 A call without an id gets an id from its place in the conversation, so that the next turn renders the same text.
 """
 

@@ -122,7 +122,7 @@ class Caching:
         return [*marks, ChatMark(Place(num_messages - 1), self._keep())] if self._marks_end else marks
 
     def text_marks(self, num_tokens: int) -> tuple[Mark, ...]:
-        """Return the marks of a prompt without messages: its end, if the call asks for caching."""
+        """Return the marks of a prompt without messages: if the call asks for caching, one mark at the prompt's end."""
         return (Mark(num_tokens, self._keep()),) if self._marks_end else ()
 
     def _keep(self, ttl: str | None = None) -> Keep:

@@ -132,7 +132,8 @@ def completion_logprobs(
 def _top(tokenizer: Tokenizer | None, chosen: int, of_position: TokenLogprobs, num_top: int) -> dict[str, float]:
     """Return log probabilities of the likeliest tokens and the chosen token, by text.
 
-    If several tokens have the same text, the text names the chosen or else the likeliest token, and ids the others.
+    If several tokens have the same text, the text is the key of the chosen token, or else of the likeliest. The keys of
+    the others are their ids.
     """
     ids_by_text = {_text(tokenizer, chosen): chosen}
     for other, logprob in sorted(of_position.items(), key=lambda item: item[1].rank):

@@ -221,7 +221,7 @@ Logprobs = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class CalledTool:
-    """A client's names for a tool, which may differ from the model's name."""
+    """A tool under the client's names, which may differ from the name that the model uses."""
 
     name: str
     namespace: str | None = None
@@ -233,7 +233,7 @@ class OutputItems:
     """The items of one response, while the response's parts arrive. The methods yield events of the stream."""
 
     def __init__(self, tools: Mapping[str, CalledTool], *, with_encrypted: bool) -> None:
-        """`tools`: tools by the model's names. `with_encrypted`: whether items of reasoning get `encrypted_content`."""
+        """`tools`: the model's name -> tool. `with_encrypted`: whether items of reasoning get `encrypted_content`."""
         self.items: list[Json] = []
         self._tools = tools
         self._with_encrypted = with_encrypted
