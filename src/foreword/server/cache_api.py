@@ -372,7 +372,7 @@ def _newest(service: Service, tenant: Tenant, session_id: str) -> RequestRecord:
 async def list_sessions(request: Request, limit: int = DEFAULT_SESSIONS) -> Response:
     """List the sessions whose requests ended last, the newest first, with the tokens that they found in the cache.
 
-    If the server has no keys file, this is for operators only, because all clients are one tenant then.
+    If the server has no keys file, all clients are one tenant, so only operators may see the list.
     """
     if not 1 <= limit <= MAX_SESSIONS:
         raise bad_request(f"limit={limit} is out of range; use 1 to {MAX_SESSIONS}", param="limit")

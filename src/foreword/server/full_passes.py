@@ -41,7 +41,8 @@ class FullPasses:
         self._seen, self._since, self._bytes = 0, clock(), 0
 
     def start(self) -> None:
-        """Take over the full passes from Python, and freeze all living objects, so that passes no longer visit them.
+        """Take over the full passes from Python, and freeze all living objects, so that passes no longer visit these
+        objects.
 
         If the process has frozen objects itself, as `foreword serve` does after loading, no further objects are frozen.
         """

@@ -153,7 +153,9 @@ class BodyLimits:
         self._check_tokens(name, [token_id for piece in pieces if isinstance(piece, list) for token_id in piece])
 
     def _check_conversation(self, name: str, messages: Any, key: str = "content") -> None:
-        """Check messages, each with its text or its parts under `key`. Google takes an object for a list of one."""
+        """Check messages, each with its text or its parts under `key`. A single object counts as a list of one, as in
+        Google's API.
+        """
         if isinstance(messages, dict):
             messages = [messages]
         if not isinstance(messages, list):

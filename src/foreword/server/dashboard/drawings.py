@@ -222,7 +222,7 @@ def reuse(record: RequestRecord, tokenizer: Tokenizer | None, scale: float = 1.0
 
 
 def request_rows(records: Sequence[RequestRecord], tokenizer: Tokenizer | None, *, with_tenants: bool) -> str:
-    """Draw requests as rows: the found tokens, the time to the first token, and why the rest was missed."""
+    """Draw requests as rows: the found tokens, the time to the first token, and why the other tokens were missed."""
     if not records:
         return '<div class="empty">No requests yet. Send one, or use the chat.</div>'
     longest = max(record.num_prompt_tokens for record in records)

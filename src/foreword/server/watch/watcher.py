@@ -193,7 +193,7 @@ class Report:
     blocks: int
     tokens: int
     pool_blocks: int | None
-    """The given size of the pool, or the most blocks that it held when it evicted; None if both are unknown."""
+    """The size of the pool as given, or the most blocks that the pool held at an eviction; None if both are unknown."""
     block_tokens: int | None
     stored_per_s: float
     removed_per_s: float
@@ -360,7 +360,7 @@ class Watcher:
 
 
 class _Curve:
-    """The hit-rate curve of a pool whose size becomes known late. Past requests are kept, and added then."""
+    """The hit-rate curve of a pool whose size becomes known late. The curve of a new size needs the past requests."""
 
     def __init__(self) -> None:
         self._past: deque[tuple[PrefixKeys, int]] = deque()

@@ -152,7 +152,7 @@ async def update_cached_content(content_id: str, call: CallWith[UpdateCachedCont
         await _end_entry(service, changed)
         return changed
 
-    # Shielded: if the client leaves, the content and its KV must still get the same end.
+    # Shielded: if the client leaves, the content and its KV must still end at the same time.
     return json_response(_report(await asyncio.shield(change())))
 
 

@@ -1,7 +1,7 @@
 """Reads Google's contents, tools and thinking into a chat, and `generationConfig` into sampling.
 
-A function's result names its call by id or by name. A result that names no waiting call belongs to the oldest.
-A call without an id gets an id from its place in the conversation, so that the next turn renders the same text.
+A function's result names its call by id or by name. A result that names no waiting call belongs to the oldest waiting
+call. A call without an id gets an id from its place in the conversation, so that the next turn renders the same text.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def number_in(query: Mapping[str, str], name: str) -> int:
 
 
 def _listed(value: Any) -> Any:
-    """Put an object into a list where a list is expected, because Google takes one object for a list of one."""
+    """If a field needs a list and gets an object, put the object into a list. Google's API accepts such fields too."""
     return [value] if isinstance(value, dict) else value
 
 

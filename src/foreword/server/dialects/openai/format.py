@@ -38,7 +38,7 @@ def usage(answer: AnswerStream, service: Service, num_reasoning: int, *, hides_a
 
 
 def usage_so_far(answer: AnswerStream, *, hides_answer: bool) -> dict[str, Any]:
-    """Return `usage` of a stream's chunk, with the counts that vLLM gives there."""
+    """Return `usage` of a stream's chunk, with the counts that vLLM reports in such chunks."""
     num_prompt_tokens = sum(len(job.record.prompt_token_ids) for job in answer.jobs)
     completion = 0 if hides_answer else _num_tokens(answer.outputs)[2]
     return {

@@ -420,7 +420,7 @@ class _ResponseAnswer(AnswerWriter):
         """The estimated bytes of all deltas so far. The last events repeat the contents of these deltas."""
         self._detokenizer = self._service.tokenizer.detokenizer(self._service.tokenizer.marker_ids)
         self._num_chars = 0
-        """The length of the text of all deltas so far."""
+        """The number of characters in the text of all deltas so far."""
         self._held: Logprobs = []
         """The log probabilities of tokens whose text the reply's reader has not yet returned in a part."""
 
