@@ -38,14 +38,14 @@ class RowNorm:
     """A norm of rows [..., width]; the result has the same shape and type. A row's bits do not depend on other rows."""
 
     def __init__(self, weight: Tensor, spec: NormSpec, kernels: RowKernels) -> None:
-        self.weight, self._spec, self._kernels = weight.detach(), spec, kernels
+        self.weight, self._spec, self.kernels = weight.detach(), spec, kernels
         takes = not spec.centred and weight.device.type == "cpu" and kernels.can_take(len(weight), weight.dtype)
         self.norm = Norm(self.weight, spec.epsilon, _FORMS[spec.scales]) if takes else None
         """The compiled norm; None if no kernel takes this norm."""
 
     def __call__(self, rows: Tensor) -> Tensor:
         if self.norm is not None:
-            return self._kernels.rms_norm(rows, self.norm)
+            return self.kernels.rms_norm(rows, self.norm)
         wide = rows.float()
         if self._spec.centred:
             wide = wide - wide.mean(-1, keepdim=True)
@@ -54,13 +54,6 @@ class RowNorm:
             return self.weight * normed.to(rows.dtype)
         scales = self.weight.float() + 1.0 if self._spec.scales == "one more" else self.weight.float()
         return (scales * normed).to(rows.dtype)
-
-    def of_sum(self, x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return x + scale * y, whose product and sum are each rounded to the rows' type, and the norm of the sum."""
-        if self.norm is not None:
-            return self._kernels.add_norm(x, y, self.norm, scale)
-        total = x + (y if scale == 1.0 else y * scale)
-        return total, self(total)
 
 
 class Decoder:
@@ -376,11 +369,11 @@ def _add_given(given: GivenRows, layer: int, rows: Tensor, normed: Tensor, norm:
 
 
 def _sum(x: Tensor, y: Tensor, norm: RowNorm | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Return x + scale * y and the norm of this sum; without a norm, return the sum twice."""
-    if norm is not None:
-        return norm.of_sum(x, y, scale)
+    """Return x + scale * y, rounded after each operation, and the norm of this sum; without a norm, the sum twice."""
+    if norm is not None and norm.norm is not None:
+        return norm.kernels.add_norm(x, y, norm.norm, scale)
     total = x + (y if scale == 1.0 else y * scale)
-    return total, total
+    return total, _normed(total, norm)
 
 
 RowFunction = Callable[[Tensor], Tensor]

@@ -390,8 +390,9 @@ def gpt_oss(c: Fields) -> DecoderSpec:
     )
 
 
-def _latent(c: Fields, value: int, *, rotary: Mapping[str, Any], **facts: Any) -> DecoderSpec:
-    """A decoder with latent KV (arXiv 2405.04434). `value`: the number of elements of a head's value."""
+def _latent(c: Fields, *, rotary: Mapping[str, Any], **facts: Any) -> DecoderSpec:
+    """A decoder with latent KV (arXiv 2405.04434)."""
+    value = c("v_head_dim", c("hidden_size") // c("num_attention_heads"))
     plain, turned, rank, rope = c("qk_nope_head_dim"), c("qk_rope_head_dim"), c("q_lora_rank"), c("rope_parameters")
     c.expect("num_key_value_heads", c("num_attention_heads"))
     c.expect("qk_head_dim", plain + turned)
@@ -444,13 +445,13 @@ def deepseek_v2(c: Fields) -> DecoderSpec:
     grouped = {"groups": groups[0], "chosen_groups": groups[1]} if c("topk_method") == "group_limited_greedy" else {}
     dense = [number < c("first_k_dense_replace") for number in range(c("num_hidden_layers"))]
     rotary = {"interleaved": True, "in_float32": True}
-    return _latent(c, c("v_head_dim"), rotary=rotary, **_deepseek_experts(c, dense, **grouped))
+    return _latent(c, rotary=rotary, **_deepseek_experts(c, dense, **grouped))
 
 
 def deepseek_v3(c: Fields) -> DecoderSpec:
     """arXiv 2412.19437: as deepseek_v2, with sigmoids in place of the softmax, and corrected scores for the choice."""
     dense = [number < c("first_k_dense_replace") for number in range(c("num_hidden_layers"))]
-    return _latent(c, c("v_head_dim"), rotary=_pairs(c), **_corrected_experts(c, dense))
+    return _latent(c, rotary=_pairs(c), **_corrected_experts(c, dense))
 
 
 def glm4_moe_lite(c: Fields) -> DecoderSpec:
@@ -460,7 +461,7 @@ def glm4_moe_lite(c: Fields) -> DecoderSpec:
     unknown = sorted(set(kinds) - {"dense", "sparse"})
     if unknown or len(kinds) != c("num_hidden_layers"):
         raise UnwrittenError(f"mlp_layer_types={kinds!r}")
-    return _latent(c, c("v_head_dim"), rotary=_pairs(c), **_corrected_experts(c, [kind == "dense" for kind in kinds]))
+    return _latent(c, rotary=_pairs(c), **_corrected_experts(c, [kind == "dense" for kind in kinds]))
 
 
 def _pairs(c: Fields) -> dict[str, Any]:
@@ -484,7 +485,7 @@ def _corrected_experts(c: Fields, dense: Sequence[bool]) -> dict[str, Any]:
 
 def youtu(c: Fields) -> DecoderSpec:
     """Youtu-LLM: as deepseek_v3 without experts."""
-    return _latent(c, c("v_head_dim"), rotary=_pairs(c))
+    return _latent(c, rotary=_pairs(c))
 
 
 def minicpm3(c: Fields) -> DecoderSpec:
@@ -492,7 +493,6 @@ def minicpm3(c: Fields) -> DecoderSpec:
     hidden, count = c("hidden_size"), c("num_hidden_layers")
     return _latent(
         c,
-        c("v_head_dim", hidden // c("num_attention_heads")),
         rotary={},
         embedding_scale=c("scale_emb"),
         residual_scale=c("scale_depth", count**0.5) / count**0.5,
