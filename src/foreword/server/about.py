@@ -29,7 +29,7 @@ MOST_LISTED = 256
 
 @router.get("/health", tags=["server"])
 async def health(request: Request) -> Response:
-    """Answer 200 while the engine works, otherwise 503. The body names failing consumers of records."""
+    """Answer 200 while the engine works, otherwise 503. The body names failing listeners, such as traces."""
     service = service_of(request)
     failing = {
         listener.name: {"reason": listener.failure, "failures": listener.num_failures, "lost": listener.num_lost}

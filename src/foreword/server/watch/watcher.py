@@ -353,7 +353,7 @@ class Watcher:
         return f"nobody answers at {', '.join(silent)}" if silent else self._subscriber.follower.state
 
     def close(self) -> None:
-        """Count the requests that are still open, and finish the recording. May be called twice. Raises TraceError."""
+        """Add the requests that are still open, and end the recording. May be called twice. Raises TraceError."""
         self._follow(self._requests.take(everything=True))
         if self._recording is not None:
             self._recording.close()
