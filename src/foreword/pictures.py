@@ -9,6 +9,7 @@ import base64
 import binascii
 import hashlib
 import io
+import os
 import re
 import threading
 from collections import OrderedDict
@@ -22,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import KeyedSpan
-from foreword.config import user_path
 from foreword.engine import Prompt
 from foreword.errors import InvalidRequestError, PromptTooLongError, TooManyPicturesError
 from foreword.request import HeldBytes, PlacedPicture
@@ -435,7 +435,7 @@ def picture_file(source: Any) -> PictureFile:
         return PictureFile(source)
     if isinstance(source, str | Path):
         try:
-            with user_path(source).open("rb") as file:
+            with Path(os.path.expanduser(source)).open("rb") as file:
                 return PictureFile(file.read(MAX_FILE_BYTES + 1))
         except (OSError, ValueError) as error:
             raise InvalidRequestError(f"the picture {str(source)!r:.100} cannot be read: {error}") from error

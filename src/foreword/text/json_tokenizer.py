@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,7 +19,6 @@ from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer, pre_tokenizers
 
-from foreword.config import user_path
 from foreword.errors import ModelLoadError, UnsupportedModelError, one_line
 
 _NAMED = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split()
@@ -370,7 +370,7 @@ _TOKENIZER_FILES = (
 
 def find_tokenizer_files(model: str, revision: str | None) -> str | None:
     """The folder or hub id from which to load; None if it exists but has no tokenizer."""
-    folder = user_path(model)
+    folder = Path(os.path.expanduser(model))
     if folder.is_dir():
         return str(folder) if _holds_tokenizer(folder) else None
     if folder.suffix == ".gguf":

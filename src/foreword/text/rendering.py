@@ -7,8 +7,10 @@ A control token in a user's message, such as `<|im_end|>`, stays text. A mark in
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -17,7 +19,6 @@ import regex
 from jinja2 import TemplateSyntaxError
 
 from foreword.cache import common_length
-from foreword.config import user_path
 from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError, one_line
 from foreword.text.conversation import (
     Conversation,
@@ -169,7 +170,7 @@ class Renderer:
         source = template
         if "\n" not in template and "{" not in template:
             try:
-                source = user_path(template).read_text(encoding="utf-8")
+                source = Path(os.path.expanduser(template)).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"chat_template={template!r} cannot be read as UTF-8 text: {error}") from error
         try:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import regex
 
-from foreword.config import user_path
 from foreword.errors import ConfigError, ModelLoadError
 
 FAMILIES = (
@@ -114,7 +115,7 @@ def _chosen(option: str, base: ReplyFormat | None) -> ReplyFormat:
     text = option
     if "{" not in option:
         try:
-            text = user_path(option).read_text(encoding="utf-8")
+            text = Path(os.path.expanduser(option)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"response_template={option!r} is neither a family nor a file that can be read ({error}); families "
