@@ -11,7 +11,7 @@ import pytest
 from foreword import LLM, SamplingParams
 from foreword.cli import main
 from foreword.errors import ModelLoadError
-from foreword.model.checkpoint.gguf.unfold import find_local, local_models
+from foreword.model.checkpoint.gguf.unfold import find_gguf, find_local, local_models
 from gguf_writer import write_gguf
 from tiny_models import RECIPES, save_model, save_tokenizer
 
@@ -38,6 +38,12 @@ def pull(root: Path, place: str, content: bytes, *others: str) -> Path:
     manifest.parent.mkdir(parents=True, exist_ok=True)
     manifest.write_text(json.dumps({"schemaVersion": 2, "layers": layers}))
     return blob
+
+
+@pytest.mark.parametrize("end", ["", ".gguf"])
+def test_a_name_that_no_file_can_have_is_refused(home: Path, end: str) -> None:
+    with pytest.raises(ModelLoadError, match="cannot be looked up: File name too long; give a folder, a file or"):
+        find_gguf("x" * 300 + end)
 
 
 def test_names_of_ollama_and_lm_studio(home: Path) -> None:

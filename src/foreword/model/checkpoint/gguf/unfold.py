@@ -58,11 +58,17 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
     if local is not None:
         return local
     path = user_path(model)
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # a name that no file can have, or a folder that may not be entered
+        raise ModelLoadError(
+            f"model {model!r} cannot be looked up: {error.strerror}; give a folder, a file or the name of a model"
+        ) from error
     if path.suffix.lower() == ".gguf" or _begins_as_one(path):
         if not path.is_file():
             raise ModelLoadError(f"model file {model!r} does not exist; give the path of a .gguf file")
         return path
-    if not path.is_dir():
+    if not is_folder:
         return find_hub(model, revision)
     if any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin*")):
         return None
