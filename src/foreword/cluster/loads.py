@@ -139,7 +139,7 @@ class Loads:
         self.rates = Rates()
         self.open: dict[Reservation, Work] = {}
         self._waiting: list[OrderedDict[Reservation, int]] = []
-        """For each slot, the requests without a first token, with their tokens to compute."""
+        """[slot]: reservation of a request without a first token -> the number of its prompt tokens to compute."""
 
     def add_slot(self) -> int:
         """Add a slot that is not in use yet, and return it."""

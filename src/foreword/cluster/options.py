@@ -58,7 +58,7 @@ class ReplicaSpec:
     decode_s: float = 0.0
     """Seconds by which each answer that the replica generates delays a new request's first token."""
     decode_tokens: float = 0.0
-    """Further delay, as prompt tokens to compute, by each request's answer at the replica, begun or not."""
+    """Further delay by each request at the replica, in prompt tokens to compute, even if its answer has not begun."""
     is_prefix_closed: bool = False
     """Whether the replica never holds a block without the blocks before it, as with foreword's radix index. Decisions
     are faster if that is true of all replicas."""

@@ -381,7 +381,7 @@ class Publisher:
 
 
 def is_wildcard(address: str) -> bool:
-    """Whether an address does not name a certain machine and port, so that a socket can only listen at it."""
+    """Whether an address leaves its machine or its port open. A socket can listen at it but not connect to it."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host in ("*", "0.0.0.0", "[::]", "::") or port in ("0", "*")
 

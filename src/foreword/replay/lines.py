@@ -269,7 +269,8 @@ class _Turn(NamedTuple):
 def _on_grid(pieces: list[tuple[Any, int]], block_tokens: int) -> list[Any]:
     """Returns the ids of the blocks into which an engine cuts these pieces.
 
-    A block that has only the beginning of one piece gets the piece's id, if there is one. Other blocks get a digest.
+    If a block has tokens of one piece only, from its first token on, the block gets the piece's id, if it has an id.
+    Other blocks get a digest.
     """
     blocks: dict[int, list[tuple[Any, int, int]]] = {}
     at = 0

@@ -180,7 +180,7 @@ class LinkReplay:
     num_linked: int = 0
     """Chunks that were found but not as part of a prefix. The first chunk of a prompt does not count."""
     recomputed: dict[str, float] = field(default_factory=dict)
-    """Found tokens that a method computes again, by the method's name."""
+    """Method's name -> the number of found tokens that the method computes again."""
     parts: dict[str, PartCount] = field(default_factory=dict)
 
     def share(self, method: str | None = None) -> float:

@@ -247,7 +247,7 @@ class StoreState(TierCounts):
             with link.session(last if deadline is None else deadline):
                 yield link
         except ServerGoneError as error:
-            # A load of which a part came before the deadline is only slow. That is no reason to leave the server alone.
+            # If a part of a load came before the deadline, the server is only slow, so the breaker counts no failure.
             is_slow = deadline is not None and error.is_deadline and link.num_replies
             if not is_slow and self.breaker.failed():
                 self.left_alone.note(self.server.shown_url, error)

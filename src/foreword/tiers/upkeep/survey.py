@@ -67,7 +67,7 @@ class SegmentFile:
     physical_bytes: int
     modified_s: float
     may_grow: bool
-    """Whether a live process may be writing it."""
+    """Whether a live process may still be writing to this segment."""
 
 
 @dataclass(slots=True)
