@@ -91,7 +91,7 @@ class HolderIndex:
         return depths
 
     def _levels(self, keys: list[Key], among: int, closed: bool) -> Iterable[tuple[int, int]]:
-        """Each depth at which replicas end, with the replicas that reach it; the deepest first."""
+        """Each depth at which replicas' held prefixes end, with the replicas that reach it; the deepest first."""
         levels = self._search(keys, among) if closed else None
         return self._walk(keys, among) if levels is None else levels
 
@@ -108,7 +108,7 @@ class HolderIndex:
                 at = bisect_right(masks, mask, at)
 
     def _search(self, keys: list[Key], among: int) -> list[tuple[int, int]] | None:
-        """`_levels` of closed replicas, from few look-ups; None if there are more than `MAX_LEVELS` depths."""
+        """`_levels` for closed replicas, from few look-ups; None if it has more than `MAX_LEVELS` depths."""
         get, levels = self._holders.get, list[tuple[int, int]]()
         low, mask = 0, among  # the first `low` blocks are held by all of `mask`
         while mask:

@@ -41,7 +41,7 @@ FADING = 0.9
 ALIKE = 0.25
 """Replicas whose rates differ from the mean by less than this share get the mean, so that their caches fill evenly."""
 MIN_RATE_TOKENS = 64
-"""Prompts with fewer computed tokens measure latency, not the rate."""
+"""A prompt with fewer computed tokens is not used to measure a rate: latency dominates its time."""
 
 
 class Rates:

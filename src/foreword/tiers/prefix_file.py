@@ -50,7 +50,7 @@ from foreword.tiers.tier import BlockRun, Tier
 MAGIC = b"FWKV\0\0\0\1"
 DIGEST_BYTES = 32
 MAX_MANIFEST_BYTES = 64 << 20
-"""The most bytes of a manifest; a file that says more is damaged."""
+"""The most bytes of a manifest; a file whose head gives a longer manifest is damaged."""
 _HEAD = struct.Struct("<8sQQ")
 HEAD_BYTES = _HEAD.size
 _REQUIRED: Mapping[str, type] = {

@@ -58,7 +58,7 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 """The seconds without stores after a failed write. They double with each failure, from the first to the longest."""
 SNAPSHOT_SHARE = 20
-"""For each byte of a snapshot, at least this number of bytes is stored before it, in order to spare the disk."""
+"""A snapshot is written only after blocks with this multiple of its own bytes were stored, to spare the disk."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COPIED_SHARE = 0.25
 """The largest share of an evicted segment that is copied forward."""

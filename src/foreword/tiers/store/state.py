@@ -143,7 +143,7 @@ class StoreView:
         self._note(names, self._monotonic() + seconds, keep_refused=True)
 
     def note_absent(self, names: Iterable[bytes], seconds: float) -> None:
-        """Record that the server does not have these blocks, or could not give them."""
+        """Record for `seconds` that the server does not have these blocks, or could not give them."""
         self._note(names, -self._monotonic() - seconds, keep_refused=True)
 
     def note_answers(self, names: Sequence[bytes], here: BoolArray, present_s: float, absent_s: float) -> None:
