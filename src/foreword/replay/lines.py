@@ -269,7 +269,7 @@ class _Turn(NamedTuple):
 def _on_grid(pieces: list[tuple[Any, int]], block_tokens: int) -> list[Any]:
     """Returns the ids of the blocks into which an engine cuts these pieces.
 
-    If a block has tokens of one piece only, from its first token on, the block gets the piece's id, if it has an id.
+    If a block has only tokens of one piece, from the piece's first on, it gets the id of the piece, if there is one.
     Other blocks get a digest.
     """
     blocks: dict[int, list[tuple[Any, int, int]]] = {}
