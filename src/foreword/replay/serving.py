@@ -273,7 +273,7 @@ class ServingSimulation:
         heapq.heappush(events, (at_s, next(self._order), call))
 
     def _run(self, until: float) -> None:
-        """Run all events up to a time. News comes before acts of the same time."""
+        """Run all events up to a time. At equal times, what routers learn (news) comes before what happens (acts)."""
         while True:
             moment = min(until, self._acts[0][0]) if self._acts else until
             for member in self._members.values():
