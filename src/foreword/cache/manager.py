@@ -162,22 +162,11 @@ class KVCacheManager(EntryKeeper):
         """The longest cached prefix of `sequence`. Changes nothing, counts nothing.
 
         `resumed` and `forked` decide how the lookup is counted if the request is admitted (`PrefixCacheStats`). Raises
-        AllocationError if the sequence's blocks have another size than the cache's.
+        AllocationError for blocks of another size.
         """
-        self._check_block_size(sequence)
-        if skip_reading:
-            hit = self._not_looked_up
-        else:
-            hit = self._coordinator.find_longest_cache_hit(sequence)
+        sequence.check_block_size(self.block_size)
+        hit = self._not_looked_up if skip_reading else self._coordinator.find_longest_cache_hit(sequence)
         return replace(hit, resumed=resumed, forked=forked) if resumed or forked else hit
-
-    def _check_block_size(self, sequence: TokenSequence) -> None:
-        """Raise AllocationError for blocks of another size, because their keys would find blocks of other tokens."""
-        if sequence.block_size != self.block_size:
-            raise AllocationError(
-                f"request {sequence.request_id!r} has blocks of {sequence.block_size} tokens, and this cache of "
-                f"{self.block_size}; make its TokenSequence with block_size={self.block_size}"
-            )
 
     def explain(self, sequence: TokenSequence, hit: PrefixHit | None = None) -> LookupExplanation:
         """Say why the tokens of `sequence` after `hit` were not found; None: after the hit of the next step.
@@ -252,7 +241,7 @@ class KVCacheManager(EntryKeeper):
         self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None, save_states_at: Sequence[int]
     ) -> tuple[int, BlockIds] | None:
         """Admit a request that holds nothing. Returns its row and the new blocks; None if too few blocks are free."""
-        self._check_block_size(sequence)
+        sequence.check_block_size(self.block_size)
         hit = hit if hit is not None else self._not_looked_up
         if num_tokens < max(1, hit.num_tokens):
             raise AllocationError(

@@ -18,6 +18,7 @@ from foreword.cache.keys.hashing import (
     hash_blocks,
     sha256,
 )
+from foreword.errors import AllocationError
 
 
 class TokenSequence:
@@ -104,6 +105,14 @@ class TokenSequence:
     def may_hit(self, block: int) -> bool:
         """Whether `most_hit_tokens` lets a hit have all tokens of the full block number `block`."""
         return self.most_hit_tokens is None or (block + 1) * self.block_size <= self.most_hit_tokens
+
+    def check_block_size(self, block_size: int) -> None:
+        """Raise AllocationError for blocks of another size, because their keys would find blocks of other tokens."""
+        if self.block_size != block_size:
+            raise AllocationError(
+                f"request {self.request_id!r} has blocks of {self.block_size} tokens, and this cache of {block_size}; "
+                f"make its TokenSequence with block_size={block_size}"
+            )
 
     @property
     def num_prompt_tokens(self) -> int:
