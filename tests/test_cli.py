@@ -136,6 +136,8 @@ def test_the_package_can_be_run_as_a_module_too():
     ("arguments", "message"),
     [
         (["--port", "99999"], "port=99999"),
+        (["--served-model-name", ""], "served_model_name has an empty name; leave it out"),
+        (["--otlp-traces-endpoint", "localhost:4317"], "otlp_traces_endpoint='localhost:4317' is not a URL; use http"),
         (["--host", "192.0.2.1"], "cannot listen at host='192.0.2.1', port=8000"),
         (["--max-queued", "-1"], "max_queued=-1"),
         (["nowhere/at/all", "--port", "0", "--keys-file", "none.toml"], "keys file 'none.toml' cannot be read"),

@@ -113,6 +113,11 @@ class ServerConfig:
         for name, instead in (("api_key", "to ask for no key"), ("operator_key", "for no operator's key")):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}='' is empty; leave it out {instead}")
+        if "" in self.served_model_name:
+            raise ConfigError("served_model_name has an empty name; leave it out to use the model's name")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"otlp_traces_endpoint={endpoint!r} is not a URL; use http://localhost:4318/v1/traces")
         self._check_numbers()
 
     def _check_numbers(self) -> None:
