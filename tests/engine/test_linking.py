@@ -11,11 +11,12 @@ import pytest
 
 from doors import preempt, running_in, waiting_in
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, KeyedSpan
-from foreword.engine import Keep, Prompt
+from foreword.engine import Engine, Keep, Prompt
 from foreword.engine.keeper import EntryFile
-from foreword.errors import InvalidRequestError
+from foreword.errors import EngineError, InvalidRequestError
 from foreword.request import LinkedRun, Links, SamplingParams
-from hash_runner import HashEngine
+from hash_runner import HashEngine, expected_answer
+from late_runner import LateRunner
 
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 COMMON, RARE, OTHER = [1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18], [21, 22]
@@ -135,6 +136,26 @@ def test_a_tenant_s_evicted_source_is_computed_when_its_turn_comes() -> None:
     while parts.engine.has_unfinished_requests():
         order += parts.step()
     assert order.index("bob") < order.index("ada 4") < order.index("ada 7")
+
+
+def test_a_source_whose_step_failed_is_computed_again() -> None:
+    """The linked request holds the source while it is computed; what it holds then is worth nothing."""
+    world = engine_of(max_num_seqs=1)  # so that no step is planned on what the failed one computes
+    runner = LateRunner(world.runner)
+    engine = Engine(world.manager, world.scheduler.config, runner, world.engine.limits)
+    runner.fail_at = 1
+    links = Links("first-k", (LinkedRun(2, 10, np.array(COMMON, np.int32), 0),), np.arange(11, dtype=np.int32))
+    prompt, params = [*OTHER, *COMMON, 5], SamplingParams(max_tokens=1, seed=3)
+    output = engine.add_request("linked", Prompt(np.array(prompt, np.int32), links=links), params)
+    engine.step()
+    with pytest.raises(EngineError, match="source 1 of linked"):
+        engine.step()
+    while not output.finished:
+        engine.step()
+    whole = links.in_whole_blocks(2)
+    wanted, _ = expected_answer(prompt, params, seed=3, vocab_size=100, max_model_len=512, links=whole)
+    assert output.outputs[0].token_ids == wanted
+    engine.check_integrity()
 
 
 def test_a_picture_and_a_link_stand_in_one_prompt() -> None:

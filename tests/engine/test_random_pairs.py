@@ -20,7 +20,7 @@ from engine.tiering.test_random_tiers import TieredDriver
 from foreword.batch import Batch
 from foreword.cache import ExtraKeys
 from foreword.engine import Engine, Keep, Prompt
-from foreword.errors import CacheBusyError, RequestTooLargeError
+from foreword.errors import CacheBusyError, PromptTooLongError, RequestTooLargeError
 from hash_runner import HashEngine
 from lanes import more_seeds
 from late_runner import LateRunner
@@ -59,7 +59,7 @@ class PairsDriver(TieredDriver, LinkingDriver):
             salt = str(rng.choice(["red", "blue"])) if rng.random() < 0.2 else None
             tokens = np.array(text[: int(rng.integers(1, len(text) + 1))], np.int32)
             prompt = Prompt(tokens, None, ExtraKeys(salt=salt), owner=str(rng.choice(["ada", "bob"])))
-            with suppress(RequestTooLargeError):
+            with suppress(PromptTooLongError, RequestTooLargeError):
                 engine.explain(prompt)
                 if manager.keeps_prefixes:
                     HAPPENED["kept"] += engine.entries.pin(prompt, Keep(rng.choice([0.01, 0.1, 5.0]))).num_kept_tokens

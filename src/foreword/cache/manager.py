@@ -256,7 +256,7 @@ class KVCacheManager(EntryKeeper):
             return None
         row, new_ids = admitted
         if hit.partial is not None:
-            # The source need not be held: even if this step gives it to another request, it is copied first.
+            # The source is not held: if this step gives it to another request, the runner copies it first.
             self._copies.append((hit.partial.block_id, int(new_ids[0])))
             self._pool.refresh(hit.partial.block_id)
             self._copied[row] = hit.num_shared_tokens, hit.num_tokens
@@ -338,11 +338,8 @@ class KVCacheManager(EntryKeeper):
     def _cache_filled(self, rows: Int64Array, ends: Int64Array) -> None:
         """Index the blocks that these rows fill, except blocks whose last token is not known yet."""
         is_filled = [len(self._sequences[row]) >= end for row, end in zip(rows.tolist(), ends.tolist(), strict=True)]
-        if not any(is_filled):
-            return
-        if not all(is_filled):
-            rows, ends = rows[is_filled], ends[is_filled]
-        self._coordinator.cache_blocks_each(rows, self._sequences.__getitem__, ends)
+        if any(is_filled):
+            self._coordinator.cache_blocks_each(rows[is_filled], self._sequences.__getitem__, ends[is_filled])
 
     def has_blocks_for(self, rows: Int64Array, num_tokens: Int64Array) -> bool:
         """Whether `allocate_running_slots` would serve all these rows even if they released no blocks."""
@@ -523,11 +520,15 @@ class KVCacheManager(EntryKeeper):
         return policy.chance_of_return(num_blocks) if isinstance(policy, LearningPolicy) else 1.0
 
     def take_blocks(self, count: int) -> BlockIds | None:
-        """Take blocks to fill; no lookup finds them before `adopt`. If fewer are free, takes none and returns None."""
-        if count > self.get_num_free_blocks():
-            return None
-        block_ids = self._pool.get_new_blocks(count)
-        self._held_apart[block_ids] += 1
+        """Take blocks to fill at once; no lookup finds them before `adopt`. If fewer are free, returns None.
+
+        A block that the next step copies is not free here. If None is returned, nothing is taken.
+        """
+        copied = np.array([*{source for source, _ in self._copies}], np.int32)
+        self._pool.hold(copied)
+        block_ids = self._pool.get_new_blocks(count) if count <= self.get_num_free_blocks() else None
+        self._pool.free_blocks(copied)
+        self._held_apart[[] if block_ids is None else block_ids] += 1
         return block_ids
 
     def next_empty(self, num_blocks: int) -> BlockIds:

@@ -314,6 +314,7 @@ class Scheduler:
         entries = batch.entries
         self._tiers.note_settled(entries, None)
         self._linking.settle()
+        self._linking.yield_blocks()  # a waiting request may hold a source that this batch should have computed
         computed = np.maximum(entries.progress["num_computed"], entries.progress["num_shared"])
         failed = []
         for number in self._running.still_run(entries).nonzero()[0].tolist():

@@ -16,6 +16,7 @@ from foreword.cache import (
     MissReason,
     SlidingWindowSpec,
     TokenSequence,
+    make_index,
 )
 from foreword.engine import Engine, Prompt, TierDirector
 from foreword.engine.tiering import director, stores
@@ -422,6 +423,25 @@ def test_no_load_takes_a_block_that_a_planned_step_may_still_write() -> None:
     assert found.num_cached_tokens == 39
     assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
     assert running.outputs[0].token_ids == answer([5] * 20, 1, 40)
+
+
+def test_no_load_takes_a_block_that_the_next_step_copies() -> None:
+    """A tier's thread may fill a taken block before that step begins."""
+    manager = KVCacheManager(4, block_size=4, index=make_index("radix", 4, 4))
+    first, second = TokenSequence("first", range(8), block_size=4), TokenSequence("second", [0, 1, 9, 9], block_size=4)
+    assert manager.allocate_slots(first, 8) is not None
+    manager.begin_step()
+    manager.free(first)
+    hit = manager.get_computed_blocks(second)
+    assert hit.partial is not None
+    assert manager.allocate_slots(second, 4, hit) is not None
+    assert manager.get_num_free_blocks() == 3
+    assert manager.take_blocks(3) is None
+    taken = manager.take_blocks(2)
+    assert taken is not None
+    assert hit.partial.block_id not in taken
+    [[source, _]] = manager.take_copies()
+    assert manager.take_blocks(1) == [source], "after the step that copied it"
 
 
 def test_what_a_cancelled_store_has_written_counts_for_the_day() -> None:
