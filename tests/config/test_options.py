@@ -221,6 +221,8 @@ def test_what_cannot_be_kept_is_refused_by_name_with_the_remedy(options: dict[st
         (SchedulerConfig, {"scheduling_policy": "priorty"}, "scheduling_policy='priorty' is unknown; use one of fcfs"),
         (SchedulerConfig, {"draft_tokens": "some"}, "draft_tokens='some' is not an integer or auto"),
         (CacheConfig, {"prefix_index": "tree"}, "prefix_index='tree' is unknown; use one of radix, hash"),
+        (ServerConfig, {"port": "80"}, "port='80' has the wrong type; use an integer"),
+        (FleetConfig, {"replicas": 1.5}, "replicas=1.5 has the wrong type; use an integer"),
         (CacheConfig, {"max_pinned_share": "half"}, "max_pinned_share='half' has the wrong type; use a number"),
         (ModelConfig, {"model": "m", "dtype": "fp16"}, "dtype='fp16' is unknown; use one of auto, float32"),
         (ModelConfig, {"model": "m", "exact": "yes"}, "exact='yes' has the wrong type; use True or False"),

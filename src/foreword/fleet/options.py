@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from foreword.config.option import read_fields
 from foreword.errors import ConfigError
 
 MOST_REPLICAS = 1000
@@ -26,6 +27,7 @@ class FleetConfig:
     """Most replicas that Ray Serve may run under load. None: always `replicas`."""
 
     def __post_init__(self) -> None:
+        read_fields(self)
         if not 0 <= self.replicas <= MOST_REPLICAS:
             raise ConfigError(f"replicas={self.replicas} is out of range; use 1 to {MOST_REPLICAS}, or 0 for no Ray")
         for name in ("ray_address", "max_replicas"):

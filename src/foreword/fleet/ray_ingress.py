@@ -18,7 +18,7 @@ from typing import Any
 from ray import serve
 
 from foreword.config import EngineConfig, Environment
-from foreword.config.option import options_of, pop_fields, read_options
+from foreword.config.option import pop_fields
 from foreword.errors import ConfigError
 from foreword.fleet.front import open_front
 from foreword.fleet.options import FleetConfig
@@ -64,8 +64,8 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     if "api_key" in options or "keys_file" in options:
         options.setdefault("server_secret", secrets.token_hex(16))  # one secret for all fronts, which share caches
     options.setdefault("replicas", 1)
-    config = ServerConfig(**_read(options, ServerConfig))
-    fleet = FleetConfig(**_read(options, FleetConfig))
+    config = ServerConfig(**pop_fields(options, ServerConfig))
+    fleet = FleetConfig(**pop_fields(options, FleetConfig))
     EngineConfig.from_options(model, **options)  # refuse wrong options before anything starts
     engine = application(model, options, fleet)
     front = serve.deployment(
@@ -76,8 +76,3 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 1},
     )(serve.ingress()(Front))
     return front.bind(engine, model, options, config)
-
-
-def _read(options: dict[str, Any], config: type) -> dict[str, Any]:
-    """Remove the fields of a configuration class from `options`, and return their values. Raises ConfigError."""
-    return read_options(pop_fields(options, config), options_of(config), {})

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from foreword.config.option import read_fields
 from foreword.errors import ConfigError
 
 MOST_SECONDS = 366 * 86400.0
@@ -99,6 +100,7 @@ class ServerConfig:
     """Seconds between two log lines about the traffic, while there is any; 0: none."""
 
     def __post_init__(self) -> None:
+        read_fields(self)
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path={self.root_path!r} is not a path; it must begin, and not end, with a slash")
         for origin in self.allowed_origins:
