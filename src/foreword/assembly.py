@@ -102,7 +102,7 @@ class Assembled:
     deviations: LinkDeviations | None = None
     """Finds the linked tokens that deviate; None if nothing may be linked."""
     keep_times: Callable[[], None] = lambda: None
-    """Keeps the durations of steps for the next process."""
+    """Writes the durations of steps that this engine measured to a file, for the next process that runs this model."""
     adapters: LoadedAdapters | AdapterNames | None = None
     """Reads and keeps adapters; None if requests may not name adapters."""
     pictures: EncodedPictures | None = None

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _after_switch(word: str, parser: argparse.ArgumentParser, argv: list[str] | None) -> str:
-    """Say that a flag takes no value, if `word` follows it on the command line as if it were one."""
+    """If `word` follows a flag that takes no value, return the end of an error message that says so; else empty."""
     switches = {flag for action in parser._actions if action.nargs == 0 for flag in action.option_strings}
     pairs = itertools.pairwise(with_hyphens(sys.argv[1:] if argv is None else argv))
     flag = next((before for before, after in pairs if after == word and before in switches), None)
@@ -340,7 +340,7 @@ def _export(args: argparse.Namespace, options: dict[str, Any]) -> int:
 def _load(model: str, options: dict[str, Any]) -> LLM:
     """Load a model without garbage collection.
 
-    Libraries create a million objects that stay, and searching through them repeatedly takes 0.5 s.
+    Loading creates a million objects that stay. If the collector searched them again and again, it would take 0.5 s.
     """
     gc.disable()
     try:
@@ -424,7 +424,7 @@ def _demo(args: argparse.Namespace) -> int:
 def _prepare_libraries() -> None:
     """Set variables that torch and transformers read once, on import.
 
-    Their progress bars of model loading would break our lines, so they are off.
+    The libraries' progress bars of model loading would break our lines, so they are off.
     """
     let_threads_rest()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -1,6 +1,7 @@
 """Every error that foreword raises on purpose.
 
-Knows only names. `ForewordError` catches all of them; each message names the wrong value and the remedy.
+This module imports nothing else of foreword. `ForewordError` is the base class. Each message names the wrong value and
+the remedy.
 
     ForewordError
     ├── InvalidRequestError        (also a ValueError)  one request cannot be served as asked

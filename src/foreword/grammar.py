@@ -49,7 +49,8 @@ _BROKEN: dict[str, tuple[str, ...]] = {
     "repetition operator missing expression": ("{", "(?"),
     "invalid repetition count range": (),
 }
-"""Fault, in llguidance's words -> texts that make a pattern with this fault valid in some dialect."""
+"""Fault, in llguidance's words -> texts. If a pattern that llguidance rejects for this fault contains one of the texts,
+the pattern may still be valid in another dialect."""
 
 
 def with_deep_stack(work: Callable[[], T]) -> T:
@@ -124,7 +125,7 @@ class Grammars:
     def open(self, params: StructuredOutputsParams) -> Callable[[], TokenConstraint]:
         """Return a function that makes constraints by the schema, regular expression or grammar of these parameters.
 
-        Raises InvalidRequestError if it is unusable.
+        Raises InvalidRequestError if the schema, expression or grammar is unusable.
         """
         if params.json is not None:
             return self._open("json", json.dumps(params.json))

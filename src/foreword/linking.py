@@ -145,7 +145,7 @@ def link_parts(
 
 
 def check_choice(method: Method, deviations: Deviations | None) -> None:
-    """Raise InvalidRequestError if the method chooses by deviation, which this process has no layers to measure."""
+    """Raise InvalidRequestError if the method needs deviations and `deviations`, which measures them, is None."""
     if method.percent is not None and deviations is None:
         raise InvalidRequestError(
             f"link={method.name!r} needs the first layers of a model, and this process has none for it; load the model "
@@ -154,7 +154,7 @@ def check_choice(method: Method, deviations: Deviations | None) -> None:
 
 
 def most_deviating(deviations: FloatArray, may_choose: BoolArray, percent: int) -> BoolArray:
-    """Choose the `percent` most deviating of the tokens that may be chosen, rounded up; returns a mask, [tokens].
+    """Choose the most deviating `percent` of the tokens that may be chosen, rounded up. Returns a mask, [tokens].
 
     Of tokens that deviate equally, the first are chosen.
     """
@@ -221,7 +221,7 @@ class Rightness:
 
     @property
     def p_value(self) -> float:
-        """The p-value of McNemar's exact test: the chance that lost and gained prompts split at least so unevenly.
+        """The p-value of McNemar's exact test: the chance of a split at least as uneven, if neither side is likelier.
 
         It is twice the binomial tail of min(lost, gained) among lost + gained trials of 1/2, at most 1 (McNemar, 1947).
         """
@@ -419,7 +419,7 @@ class LinkExplanation:
 def explain_parts(
     composition: Composition, method: Method, runs: Sequence[tuple[LinkedRun, int]], block_size: int
 ) -> LinkExplanation:
-    """Count linked and missing tokens by part. Each copied run has the number of source tokens that are not cached."""
+    """Count linked and missing tokens by part. `runs`: copied run, number of its source's uncached tokens."""
     waiting, parts = deque(runs), []  # each run lies in one part; a method may leave several in a part
     in_blocks: dict[str, bool] = {}
     """Name -> whether any token lies in a whole block of its source."""

@@ -94,10 +94,11 @@ class ModelConfig:
     """Precision of weights and KV. "auto": the checkpoint's precision if it is one of these, else float32. On a CPU,
     "auto" is also float32 where float32 is faster and loses no bit.
 
-    That holds for checkpoints in float16 and, on processors without instructions for bfloat16, for checkpoints in
-    bfloat16 or in codes. If foreword has its own code for the model's family, weights then stay in the file's 16 bits
-    or codes, and activations and KV are float32. For a checkpoint in another type, "float16" refuses weights beyond
-    65504. Activations beyond 65504 overflow; models trained in bfloat16 may have such activations.
+    float32 is faster and loses no bit for checkpoints in float16 and, on processors without instructions for bfloat16,
+    for checkpoints in bfloat16 or in codes. If foreword has its own code for the model's family, weights then stay in
+    the file's 16 bits or codes, and activations and KV are float32. With "float16", a checkpoint in another type is
+    refused if it has weights beyond 65504. Activations beyond 65504 overflow; models trained in bfloat16 may have such
+    activations.
     """
     kv_cache_dtype: str = "auto"
     """How a CPU stores keys and values. "auto": in the type of activations. "int8": in codes of eight bits with a scale

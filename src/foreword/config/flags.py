@@ -143,7 +143,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "shutdown_timeout_s": "60",
     },
 }
-"""Titles of --help, with their options and a value for each example. A switch has "" for on, or "no" for off."""
+"""Title in --help -> option -> the value in its example. An option without a value has "" for on, or "no" for off."""
 
 DEVELOPERS = "for developers"
 """The title of options for people who work on foreword, or on a consumer of its events."""
@@ -155,7 +155,7 @@ DEVELOPER_OPTIONS = frozenset(
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read values by option, names with underscores. Raises ConfigError if the file is not valid."""
+    """Return the file's options: name, with underscores -> value. Raises ConfigError if the file is not valid."""
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
         raise ConfigError(f"config={str(path)!r} has no known ending; use {', '.join(_PARSERS)}")

@@ -193,7 +193,7 @@ def unknown_option(name: str, value: Any, names: Collection[str]) -> ConfigError
 
 
 def _kind(hint: Any) -> tuple[Any, tuple[str, ...]]:
-    """A type without None, and the words that may stand in its place."""
+    """Split a field's type: the type of its values, without None, and the words that may stand in a value's place."""
     if get_origin(hint) not in (Union, UnionType):
         return hint, ()
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]

@@ -25,7 +25,7 @@ class Processors:
 
     @property
     def usable(self) -> int:
-        """Threads that can compute at once. A part of a processor counts as one: 1.5 seconds a second need two."""
+        """The number of threads that can compute at once. A quota of 1.5 processors gives two: it is rounded up."""
         return self.allowed if self.quota is None else min(self.allowed, max(1, math.ceil(self.quota)))
 
     def __str__(self) -> str:

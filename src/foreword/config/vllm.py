@@ -67,7 +67,7 @@ def _only(*harmless: Any, remedy: str) -> VllmOption:
 
 
 def _allows_none(limits: Any) -> bool:
-    """Whether limits by kind are none or 0: {"image": 0}, {"image": {"count": 0}}, as JSON, or image=0,video=0."""
+    """Whether all limits are 0. Forms: {"image": 0} or {"image": {"count": 0}}, also as JSON, and image=0,video=0."""
     if isinstance(limits, str):
         try:
             limits = json.loads(limits or "{}")

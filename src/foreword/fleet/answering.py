@@ -100,7 +100,7 @@ class Answering:
             self._stream.put([Finished()])
 
     def _note_prompt(self, message: PromptComputed) -> None:
-        """Record the facts of a computed prompt. Only the first replica's facts count: hits of others saved no time."""
+        """Record a computed prompt's facts. Only the first replica's facts count: hits on a later one saved no time."""
         record, theirs = self._job.record, message.output
         if record.first_scheduled_time is not None:
             return

@@ -1,6 +1,6 @@
 """A model without its weights. A server uses it to check requests, and to make their keys, for engines elsewhere.
 
-Knows how an engine is assembled; computes nothing.
+Has all parts of an engine that need no weights, and cannot compute a step.
 """
 
 from __future__ import annotations

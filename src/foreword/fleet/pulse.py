@@ -1,7 +1,8 @@
 """Pulse: finds replicas that stand still. Asks each replica with waiting requests whether its engine still works.
 
-A replica's event loop answers even during a long step of its engine. So if a replica does not answer, its process or
-machine is stopped. If its engine's thread makes no step for too long, the replica says so itself (`Replica.complaint`).
+A replica's event loop answers even during a long step of its engine. So a replica that does not answer has a process
+or a machine that no longer runs. If its engine's thread makes no step for too long, the replica says so itself
+(`Replica.complaint`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Replicas as actors of Ray Serve, and the link to them.
 
-Knows Ray, but makes no decisions. Serve starts, replaces and scales the replicas; `RoutedEngines` chooses among them:
+Calls Ray, but makes no decisions. Serve starts, replaces and scales the replicas; `RoutedEngines` chooses among them:
 
     front process                              an actor for each replica
     RoutedEngines ── RayLink ── handle ──>     EngineReplica ── Replica ── LLM

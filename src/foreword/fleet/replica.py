@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 PIECE_S = 0.1
 """Seconds between two pieces of an answer if the client waits only for its end."""
 STEPS_STILL = 20.0
-"""An engine is stalled if a step takes longer than `LEAST_STILL_S` and than this number of times its longest step."""
+"""An engine is stalled if a step takes longer than `LEAST_STILL_S`, and this many times as long as its longest step."""
 LEAST_STILL_S = 120.0
 MOST_STILL_S = 600.0
 """An engine is stalled if a step takes longer than this. Until the first step has ended, this is the only limit."""

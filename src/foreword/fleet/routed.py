@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS = 2
 """If this number of replicas died while they worked on one request, the request may be the cause, and it fails."""
 MAX_SENT_DEATHS = 20
-"""The same limit for deaths before the replica had queued the request. Most of these replicas were dead already."""
+"""As `MAX_DEATHS`, for replicas that died before they had queued the request. Most of them were dead before it came."""
 AVOIDED_S = 1.0
 """Seconds until a request tries unreachable replicas again, if no other replica takes requests."""
 READY_S = 300.0
@@ -73,7 +73,7 @@ class FleetCounts:
     resumed: int = 0
     """Attempts that continued an answer that another replica had begun."""
     given_up: int = 0
-    """Requests that ended with an error because too many replicas died while they worked on them."""
+    """Requests that ended with an error, because too many replicas died while they had the request."""
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class _Request:
 
 
 class RoutedEngines:
-    """Replicas behind one door. All methods must be called on the event loop."""
+    """The engines of a server with replicas, as one object. All methods must be called on the event loop."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """`foreword serve --replicas N`: starts the replicas, and the server in front of them.
 
-Knows Ray's application, the front and the server, which are made elsewhere.
+Joins Ray's application, the front and the server, which other modules make.
 """
 
 from __future__ import annotations
