@@ -7,7 +7,7 @@ out slots, and `PayloadCache` if they keep one object for each sequence.
 To learn how prefix caching works, read in this order:
 
     keys/hashing.py                            what identifies a block
-    blocks/block_pool.py, eviction/policy.py   who holds a block, and which free one is given away next
+    blocks/block_pool.py, eviction/policy.py   who holds a block, and which free block is taken next
     index/hash_index.py, index/radix.py        which block holds which prefix
     groups/managers.py, groups/coordinator.py  which blocks of a prefix each type of attention needs
     manager.py                                 the life of one request

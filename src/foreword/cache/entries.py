@@ -47,20 +47,20 @@ class CacheEntry:
     num_tokens: int
     """The number of tokens in the prefix that the owner asked to keep."""
     num_whole_tokens: int
-    """The number of these tokens that are in whole blocks."""
+    """The number of those of the `num_tokens` tokens that are in whole blocks."""
     num_kept_tokens: int
     """The number of leading tokens that are kept; it is lower if the budget was too small or blocks were evicted."""
     until: float
     refresh_s: float | None = None
     """Seconds for which the entry stays after each use; None: a use does not prolong it."""
     last_key: BlockHash | None = None
-    """The key of its last whole block; None if it has no whole block."""
+    """The key of the entry's last whole block; None if the entry has no whole block."""
     lacks_budget: bool = False
-    """Whether no block is kept because a budget, or the allowed number of entries, is used up."""
+    """True if a budget, or the allowed number of entries, is used up, so that no block is kept."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all its whole blocks are kept; a partial block at its end does not count."""
+        """Whether all whole blocks of the entry are kept; a partial block at its end does not count."""
         return self.num_kept_tokens >= self.num_whole_tokens
 
 
@@ -96,14 +96,14 @@ class EntryKeeper:
 
     @property
     def num_broken_pins(self) -> int:
-        """The number of blocks of entries that were given away because no other block was free."""
+        """The number of entries' blocks that were evicted early, because no other block was free."""
         return 0 if self._pins is None else self._pins.num_broken
 
     def keep_prefix(self, sequence: TokenSequence, wish: EntryWish, now: float) -> CacheEntry:
         """Make an entry of a sequence's cached blocks, or add the blocks to the entry that the wish names.
 
-        A wish never moves the end of an entry earlier. Of several wishes for one entry, the longest `refresh_s` counts.
-        If the budget covers fewer tokens than are cached, the head of the prefix is kept first. A tail is kept too; the
+        A wish never shortens the time of an entry. Of several wishes for one entry, the longest `refresh_s` counts. If
+        the budget covers fewer tokens than are cached, the head of the prefix is kept first. A tail is kept too; the
         policy treats a kept tail like a full block. Raises ConfigError without a PinnedPolicy.
         """
         pins = self._checked_pins()
@@ -154,7 +154,7 @@ class EntryKeeper:
             self._entries.pop(name, None)
 
     def drop_entry(self, name: str) -> None:
-        """End an entry. Blocks that another entry keeps stay kept. Does nothing if no entry has this name."""
+        """End an entry now, if it exists. Blocks that another entry also keeps are not released."""
         if self._pins is not None:
             self._pins.unpin(name)
         self._entries.pop(name, None)
@@ -207,8 +207,8 @@ class EntryKeeper:
     def _cached_blocks(self, sequence: TokenSequence) -> tuple[BlockIds, Int64Array]:
         """A sequence's cached blocks in all groups, ordered by the positions where they end, and these positions.
 
-        A hit of a pin's last block refreshes the pin. So of blocks that end together, those that each longer hit uses
-        come last.
+        A hit of a pin's last block refreshes the pin. So among blocks that end at the same position, blocks of full
+        attention come last: every longer hit uses them.
         """
         tables, managers = self._coordinator.find_longest_cache_hit(sequence).tables, self._coordinator.managers
         in_order = sorted(zip(managers, tables, strict=True), key=lambda group: group[0].hits_every_prefix)

@@ -35,7 +35,7 @@ class Below(Protocol):
     def why_missed(self, sequence: TokenSequence, num_tokens: int, *, was_here: bool) -> MissReason | None:
         """Say why the pool lacks the sequence's block after `num_tokens` tokens; None if the tiers know no reason.
 
-        `was_here`: whether the pool had the block once.
+        `was_here`: whether the pool has held this block before.
         """
         ...
 
@@ -63,7 +63,7 @@ class LookupExplanation:
     eviction: Eviction | None = None
     """When and why the first missing block was evicted; None if it was not evicted."""
     divergence: Divergence | None = None
-    """Where the tokens leave all cached sequences. None if they do not, or if the index cannot tell."""
+    """Where the sequence first differs from all cached ones. None if it does not, or if the index cannot tell."""
     num_ghost_tokens: int = 0
     """The number of tokens right after the hit that a pool with twice the blocks would still have held."""
     num_filling_tokens: int = 0

@@ -1,4 +1,4 @@
-"""KVCacheManager: the scheduler's only door to the cache.
+"""KVCacheManager: the only interface between the scheduler and the cache.
 
 One request's life, as in vLLM v1:
 
@@ -81,8 +81,8 @@ class KVCacheManager(EntryKeeper):
     common divisor of the groups' block sizes).
 
     Prefixes can be pinned if `eviction_policy` is a PinnedPolicy. With a `ledger`, `explain` says why a lookup missed;
-    the ledger needs the keys of blocks, even with a radix index. `deduplicate` keeps one copy of equal blocks, and
-    needs one full group; tables then change in `begin_step`. Raises ConfigError for options that do not fit together.
+    the ledger needs block keys, even with a radix index. With `deduplicate` (only for one full-attention group),
+    `begin_step` removes copies of equal blocks from tables. Raises ConfigError for options that do not fit together.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class KVCacheManager(EntryKeeper):
         return replace(hit, resumed=resumed, forked=forked) if resumed or forked else hit
 
     def explain(self, sequence: TokenSequence, hit: PrefixHit | None = None) -> LookupExplanation:
-        """Say why the tokens of `sequence` after `hit` were not found; None: after the hit of the next step.
+        """Say why the tokens of `sequence` after `hit` were not found; None: the hit that the next step would find.
 
         Changes nothing. Call this before the sequence is admitted; afterwards a lookup finds the sequence's own blocks.
         Raises ConfigError without a ledger.
@@ -423,7 +423,7 @@ class KVCacheManager(EntryKeeper):
     def free(self, request: str | TokenSequence, *, ended: bool = True) -> None:
         """Release a request's blocks, last block first, so that tails are evicted before heads.
 
-        If the index keeps tails, lookups still find the computed part of the last block: its known tokens that have
+        If the index keeps tails, lookups still find the part of the last block that was computed: tokens that have
         slots. A sequence with an invalid generated token leaves no tail. If `ended` is False, call `end` later.
         """
         request_id = request if isinstance(request, str) else request.request_id
@@ -515,14 +515,14 @@ class KVCacheManager(EntryKeeper):
         return self._coordinator.cached_blocks(sequence)
 
     def chance_of_return(self, num_blocks: int) -> float:
-        """The expected share of reused blocks, if a request adds `num_blocks` blocks; 1.0 without a learning policy."""
+        """The expected share of a request's `num_blocks` blocks that is used again; 1.0 without a LearningPolicy."""
         policy = self._policy
         return policy.chance_of_return(num_blocks) if isinstance(policy, LearningPolicy) else 1.0
 
     def take_blocks(self, count: int) -> BlockIds | None:
-        """Take blocks to fill at once; no lookup finds them before `adopt`. If fewer are free, returns None.
+        """Take `count` free blocks for the caller to fill. No lookup finds them before `adopt`.
 
-        A block that the next step copies is not free here. If None is returned, nothing is taken.
+        If fewer are free, takes none and returns None. A block that the next step copies does not count as free.
         """
         copied = np.array([*{source for source, _ in self._copies}], np.int32)
         self._pool.hold(copied)
@@ -532,7 +532,7 @@ class KVCacheManager(EntryKeeper):
         return block_ids
 
     def next_empty(self, num_blocks: int) -> BlockIds:
-        """The free blocks that hold nothing and are given away next, at most `num_blocks`. Changes nothing."""
+        """The free blocks that hold nothing and are taken next, at most `num_blocks`. Changes nothing."""
         return self._pool.next_empty(num_blocks)
 
     def hold_blocks(self, block_ids: BlockIds) -> None:
@@ -543,7 +543,7 @@ class KVCacheManager(EntryKeeper):
     def hold_source(self, sequence: TokenSequence, num_blocks: int) -> BlockIds | None:
         """Hold the first blocks of a sequence, so that the next step can copy them, and count a use of them.
 
-        Returns None, and changes nothing, if the pool lacks a block or the present step fills it. Needs one full group.
+        Returns None, and holds nothing, if one is not cached or this step fills it. Needs one full-attention group.
         """
         [table] = self._coordinator.find_longest_cache_hit(sequence).tables
         if len(table) < num_blocks or self._coordinator.fills(table[:num_blocks].tolist()):
@@ -681,7 +681,7 @@ class KVCacheManager(EntryKeeper):
         return self._coordinator.index.following(sequence, num_tokens)
 
     def free_block_ids(self) -> BlockIds:
-        """A new array of the free blocks, in the order in which they will be given away."""
+        """A new array of the free blocks, in the order in which they will be taken for new content."""
         return self._pool.free_block_ids()
 
     def check_integrity(self) -> None:

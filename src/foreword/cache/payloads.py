@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Payload = TypeVar("Payload")
 ONE_BLOCK = MAX_TOKEN_ID
-"""The index's block size. No sequence fills such a block, so each payload is a tail, at the end of its tokens."""
+"""The index's block size. No sequence fills such a block, so the index stores each payload as a tail."""
 
 
 @dataclass(frozen=True)  # with slots, Spill[str](...) fails in Python 3.11
@@ -76,7 +76,7 @@ class _Entry(Generic[Payload]):
 
 
 class PayloadCache(Generic[Payload]):
-    """Keeps payloads in at most `max_bytes` of memory. The payload that was least recently found or put leaves first.
+    """Keeps payloads in at most `max_bytes` of memory. The least recently found or put payload is removed first.
 
     `can_cut` says whether a payload can be cut to serve a beginning of its tokens: True for attention's keys and
     values, False for recurrent states and sliding windows. If True, `find` returns the payload that shares the most
@@ -115,9 +115,9 @@ class PayloadCache(Generic[Payload]):
             self._folder = TemporaryDirectory(prefix="payloads-", dir=spill.folder)
         self._index = RadixIndex(max_entries, ONE_BLOCK, cut_tails=can_cut)
         self._memory: dict[int, _Entry[Payload]] = {}
-        """Entry number -> entry in memory. The first entry is evicted next."""
+        """Entry number -> entry in memory. The first entry of the dict is evicted next."""
         self._disk: dict[int, _Entry[Payload]] = {}
-        """Entry number -> entry on disk. The first entry is removed next."""
+        """Entry number -> entry on disk. The first entry of the dict is removed next."""
         self._gone: list[Payload] = []
         """Payloads that left memory during a call; `on_evict` gets them at the end of the call."""
         self._unused = list(range(max_entries))

@@ -96,7 +96,7 @@ class SlotIndex:
         self._locked.add(match)
 
     def unlock(self, match: SlotMatch) -> None:
-        """Let the slots of a match be evicted again, the last first. Raises AllocationError if it is not locked."""
+        """Let a match's slots be evicted again, the last first. Raises AllocationError if the match is not locked."""
         if match not in self._locked:
             raise AllocationError("this match is not locked; unlock each locked match once")
         self._locked.remove(match)

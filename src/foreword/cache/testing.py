@@ -1,8 +1,8 @@
 """A test kit for engines that use this cache: a memory that knows what each slot must hold.
 
 A wrong hit seldom crashes; it changes an answer. Report to `ShadowMemory` what your engine writes, copies and reads.
-`ShadowMemory` raises `WrongSlotError` for the first slot that does not hold the reader's prefix. Then, for example, a
-block was given away while somebody read it, a copy came too late, or the KV is another tenant's or adapter's.
+`ShadowMemory` raises `WrongSlotError` for the first slot that does not hold the reader's prefix. Possible causes: a
+block got new content while a request still read it, a copy came too late, or the KV is another tenant's or adapter's.
 
     memory = ShadowMemory(block_size=16, contents=lambda block, slot: kv[:, block, slot].tobytes())
     ... a step: copies, then writes, then reads ...
@@ -136,7 +136,9 @@ class ShadowMemory:
 def random_prompt(
     rng: random.Random, texts: Sequence[Sequence[int]], *, max_tokens: int = 24, earlier_keys: Sequence[ExtraKeys] = ()
 ) -> tuple[list[int], ExtraKeys]:
-    """A prompt that begins like one of `texts`, and the prompt's extra keys. Its tokens are 0 and 1; media have 0 or 2.
+    """A prompt that begins like one of `texts`, and the prompt's extra keys.
+
+    Tokens of text are 0 or 1. The placeholders of one medium are all 0 or all 2.
 
     There are few adapters, salts and media, so that prompts share them. They begin at any position, or where they begin
     in an earlier prompt.
@@ -172,7 +174,7 @@ def _random_keys(rng: random.Random, num_tokens: int) -> ExtraKeys:
 
 
 def drive_manager(manager: KVCacheManager, rng: random.Random, num_requests: int) -> int:
-    """Serve random prompts with a manager of one full group, up to three at a time, and check each hit.
+    """Serve random prompts, up to three at a time, with a manager of one full-attention group, and check each hit.
 
     Returns the number of hit tokens. Raises WrongSlotError for a wrong hit.
     """

@@ -113,7 +113,7 @@ HeldBlocks = dict[BlockHash, HeldBlock]
 
 
 def apply_event(groups: dict[int, HeldBlocks], event: KVCacheEvent) -> None:
-    """Change the findable blocks of each group as the event says. Raises KeyError if it removes an unknown block."""
+    """Apply an event to the findable blocks of each group. Raises KeyError if the event removes an unknown block."""
     match event:
         case BlockStored():
             held = groups.setdefault(event.group_idx, {})

@@ -30,7 +30,7 @@ from foreword.cache.keys.hashing import NO_EXTRA_KEYS, BlockHash, ExtraKeys, Key
 from foreword.cache.keys.sequence import TokenSequence, common_length, keys_of_group
 
 MAX_COMPARED = 64
-"""The most evicted tails after one prefix to compare with a prompt; the latest tails are compared."""
+"""A prompt is compared with at most this number of evicted tails that follow one prefix: with the latest ones."""
 
 
 class MissReason(enum.StrEnum):
@@ -50,17 +50,18 @@ class MissReason(enum.StrEnum):
     LOOKUP_SKIPPED = "lookup_skipped"
     """The request asked that its whole prompt, or the rest of the prompt, be computed."""
     IN_FLIGHT = "in_flight"
-    """Another request is computing this part right now."""
+    """Another request is computing the missed tokens right now."""
     LOADING = "loading"
-    """This part is being loaded from a tier, or was being loaded when the request stopped waiting."""
+    """The missed tokens are being loaded from a tier, or were being loaded when the request stopped waiting."""
     IN_TIER = "in_tier"
-    """A tier has this part. A request loads the part if loading is faster than computing."""
+    """A tier has the missed tokens. A request loads them if loading is faster than computing."""
     DROPPED_BY_ADMISSION = "dropped_by_admission"
-    """This part was computed, but no tier stored it, because of the admission rule, the daily limit or lack of room."""
+    """The missed tokens were computed, but no tier stored them, because of the admission rule, the daily limit or lack
+    of space."""
     TIER_OTHER_ARITHMETIC = "tier_other_arithmetic"
-    """A tier has this part, but computed by other kernels, another version or another processor."""
+    """A tier has the missed tokens, but computed by other kernels, by another version or on another processor."""
     TIER_OTHER_MODEL = "tier_other_model"
-    """A tier has this part, but computed with other weights, or cached in another layout or number format."""
+    """A tier has the missed tokens, but computed with other weights, or stored in another layout or number format."""
 
 
 class EvictionCause(enum.StrEnum):
@@ -69,9 +70,9 @@ class EvictionCause(enum.StrEnum):
     REUSED = "reused"
     """The block's memory was given to other tokens: the pool was too small."""
     REQUESTED = "requested"
-    """A caller asked for it (`evict_blocks`)."""
+    """A caller asked to forget the block (`evict_blocks`)."""
     FAILED = "failed"
-    """The step that was to fill it failed."""
+    """The step that was to fill the block failed."""
     DUPLICATE = "duplicate"
     """Another block holds the same content."""
 
@@ -84,9 +85,9 @@ class Eviction:
     time: float
     """Seconds on the ledger's clock."""
     step: int
-    """The number of steps that had begun by then."""
+    """The number of steps that had begun when the key was forgotten."""
     pool_usage: float
-    """The share of blocks that requests held at that moment, 0.0 to 1.0."""
+    """The share of blocks that requests held when the key was forgotten, 0.0 to 1.0."""
 
 
 class KeyWatcher(Protocol):
@@ -119,7 +120,7 @@ class GroupLedger:
         self._num_copies: dict[BlockHash, int] = {}
         self._ghosts: OrderedDict[BlockHash, Eviction] = OrderedDict()
         self._variants: dict[BlockHash, Counter[ExtraKeys]] = {}
-        """For each key computed without extra keys: the extra keys under which its tokens are findable."""
+        """Block key without extra keys -> the `ExtraKeys` under which the block's tokens are findable."""
         self._variant_of: dict[BlockHash, tuple[BlockHash, ExtraKeys]] = {}
         self._num_salted: Counter[str | None] = Counter()
         """The number of findable keys under each salt."""
@@ -193,8 +194,9 @@ class GroupLedger:
     def drop_oldest_ghosts(self) -> None:
         """Keep at most one ghost for each block of the pool.
 
-        Call this only after a request that evicted blocks has stored its own blocks, which removes the ghosts among
-        them. In a pool of twice the size, these ghosts would have been hits, for which no block is evicted.
+        Call this only after a request that evicted blocks has stored its own blocks: storing a block removes the ghost
+        with the block's key. In a pool of twice the size, that block would have been a hit, and would have evicted
+        nothing.
         """
         while len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
@@ -222,7 +224,7 @@ class GroupLedger:
         return self._difference(plain, sequence.extra_keys.of_prefix(end), end), None
 
     def _difference(self, plain: BlockHash, extra_keys: ExtraKeys, end: int) -> MissReason:
-        """How a prompt's extra keys differ from those under which its same first `end` tokens are findable."""
+        """How a prompt's extra keys differ from the extra keys under which the same first `end` tokens are findable."""
         others = list(self._variants.get(plain, ()))
         if plain in self._num_copies:
             others.append(NO_EXTRA_KEYS)
@@ -240,7 +242,7 @@ class GroupLedger:
     def num_ghost_hits(self, sequence: TokenSequence, first: int) -> int:
         """The number of the sequence's consecutive blocks from `first` on that a pool of twice the size would hold.
 
-        Findable blocks after the last ghost do not count.
+        The count ends at the last ghost (evicted key): findable blocks after this ghost do not count.
         """
         if not self._ghosts:
             return 0

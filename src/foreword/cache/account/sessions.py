@@ -16,11 +16,11 @@ NOTHING, NOBODY, SEVERAL = 0, -1, -2
 """Values in place of a session's number. NOTHING: the block is not cached. NOBODY: no request has released the block
 since it was cached or given up. SEVERAL: more than one session, or a request without a session, used the block."""
 MAX_OPEN_SESSIONS = 65_536
-"""The most sessions without requests to remember. The least recently used session is forgotten first."""
+"""The most sessions that are remembered while they have no request; the least recently used one is forgotten first."""
 
 
 class SessionBlocks:
-    """The user of each block, and the block's number in its prompt. Takes 8 bytes a block, and an entry a session.
+    """Stores for each block the session that used it and the block's number in its prompt: 8 bytes a block.
 
     A block belongs to a session if only rows of this session have held its content and released it. The blocks of a
     forgotten session are evicted like other blocks.
@@ -40,10 +40,10 @@ class SessionBlocks:
         self._closed: set[int] = set()
         """Numbers of sessions that were closed while they had requests."""
         self._of_row: dict[int, tuple[int, int]] = {}
-        """Row -> its session's number, and the number of its leading blocks that everybody may use."""
+        """Row -> the number of the row's session, and the number of the row's leading blocks that everybody may use."""
 
     def begin(self, session: Hashable, request_id: str, row: int, num_public_blocks: int = 0) -> None:
-        """Count a row's blocks for a session. A preempted request keeps the session's number that it began with."""
+        """Record that a session uses a row's blocks. A preempted request keeps the session's number from its start."""
         number = self._of_request.get(request_id)
         if number is None:
             number = self._of_request[request_id] = self._number_of(session)
@@ -51,7 +51,7 @@ class SessionBlocks:
         self._of_row[row] = number, num_public_blocks
 
     def _number_of(self, session: Hashable) -> int:
-        """The number under which a session's requests count from now on, until it is closed."""
+        """Return the number that a session has until it is closed; give a new session a number."""
         number = self._numbers.pop(session, None)
         if number is None:
             self._last = number = self._last % (2**31 - 1) + 1

@@ -45,8 +45,8 @@ class PrefixCachingBlock:
 class PrefixCachingBlockAllocator:
     """Blocks that are found by their content.
 
-    Free blocks that hold nothing are given away first, then the least recently accessed blocks
-    (`mark_blocks_as_accessed`). Among blocks accessed at the same time, the block with the longest prefix goes first.
+    Free blocks that hold nothing are taken first, then the least recently accessed blocks (`mark_blocks_as_accessed`).
+    Among blocks accessed at the same time, the block with the longest prefix goes first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, hash_fn: HashFunction = sha256) -> None:

@@ -1,8 +1,8 @@
 """The blocks of the KV memory: who holds them, and which are free.
 
-A policy decides which free block is given away next. An observer knows the contents of blocks, and the pool calls the
-observer before a block is overwritten. The observer is a coordinator with an index or, in a pool that is used alone,
-the pool's own index of keys.
+A policy decides which free block is taken next for new content. An observer knows the contents of blocks, and the pool
+calls the observer before a block is overwritten. The observer is a coordinator with an index or, in a pool that is used
+alone, the pool's own index of keys.
 
 All state is in numpy arrays indexed by block id, and every operation takes many blocks at once.
 """
@@ -34,12 +34,12 @@ class BlockPool:
     blocks. `on_reuse` may return these ids, and the ids of blocks that cannot be found without these blocks; the pool
     reports all returned ids to its policy.
 
-    The policy decides which block is given away first (default: `lru`), except for tails. Here, blocks of linked text
-    are called tails too. Tails are given away after blocks that hold nothing and before all other cached blocks, the
-    least recently used tail first. The policy does not know tails: it counts them as held blocks.
+    The policy decides which free block is taken first (default: `lru`), except for tails. Here, blocks of linked text
+    are called tails too. Tails are taken after blocks that hold nothing and before all other cached blocks, the least
+    recently used tail first. The policy does not know tails: it counts them as held blocks.
 
-    Blocks that were given up (`give_up`) are given away before the tails, until somebody uses them again. The policy
-    counts these blocks as held, too.
+    Blocks that were given up (`give_up`) are taken before the tails, until somebody uses them again. The policy counts
+    these blocks as held, too.
 
     Without `on_reuse` the pool has an index of its own, which `cache_full_blocks` fills.
     """
@@ -61,7 +61,7 @@ class BlockPool:
         self._ref_counts: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self._free: EvictionPolicy = policy if policy is not None else LruPolicy(num_blocks)
         self._tails, self._given_up = _EarlyBlocks(num_blocks), _EarlyBlocks(num_blocks)
-        """The blocks that were given up are given away before the tails."""
+        """The blocks that were given up; they are taken before the tails."""
         self.users: SessionBlocks | None = None
         """Records which session used each block; None: there is no such record."""
         self._keyed: KeyedPolicy | None = (
@@ -124,7 +124,7 @@ class BlockPool:
         return np.concatenate((*parts, self._free.popleft(count - len(parts[-1]))))
 
     def give_up(self, block_ids: BlockIds) -> int:
-        """Let these (distinct) cached blocks be given away before tails, in this order, once they are free.
+        """Let these (distinct) cached blocks, once they are free, be taken before tails, in this order.
 
         Blocks that were given up earlier go first. Tails stay tails. Returns the number of blocks that this call gave
         up, without tails and blocks that were given up already.
@@ -172,7 +172,7 @@ class BlockPool:
         self._free.append(self._given_up.release(self._tails.release(block_ids)))
 
     def refresh(self, block_id: int) -> None:
-        """Count a block that nobody holds as used now."""
+        """If the block is free, count it as used now. A held block does not change."""
         block_ids = np.array([block_id], np.int32)
         if block_id in self._tails.free:
             self._tails.free.remove(block_ids)
@@ -182,7 +182,7 @@ class BlockPool:
             self.free_blocks(block_ids)
 
     def note_tail(self, block_id: int) -> None:
-        """Record that this held block is given away before other cached blocks once it is free.
+        """Record that this held block, once it is free, is taken before other cached blocks.
 
         The block is indexed as a tail, or holds linked text, which another copy can rebuild.
         """
@@ -193,7 +193,7 @@ class BlockPool:
         return self._tails.free.holds(block_ids)
 
     def tail_block_ids(self) -> set[int]:
-        """All tails that are given away before other cached blocks, both held and free tails."""
+        """All tails, held or free. Free tails are taken before other cached blocks."""
         return self._tails.held.union(self._tails.free.in_order().tolist())
 
     def keep_as_block(self, block_id: int, depth: int) -> None:
@@ -301,7 +301,7 @@ class BlockPool:
         return self._ref_counts.copy()
 
     def free_block_ids(self) -> BlockIds:
-        """A new array of the free blocks, in the order in which they would be given away."""
+        """A new array of the free blocks, in the order in which they would be taken for new content."""
         others = self._free.in_order()
         if not len(self._tails.free) and not len(self._given_up.free):
             return others
@@ -309,7 +309,7 @@ class BlockPool:
         return np.concatenate((others[:num_empty], self._early(), others[num_empty:]))
 
     def _early(self) -> BlockIds:
-        """The free cached blocks that are given away before the policy's cached blocks."""
+        """The free cached blocks that are taken before the policy's cached blocks."""
         return np.concatenate((self._given_up.free.in_order(), self._tails.free.in_order()))
 
     def check_integrity(self, expected_ref_counts: npt.NDArray[np.int32]) -> None:
@@ -331,7 +331,7 @@ class BlockPool:
 
 
 class _EarlyBlocks:
-    """Blocks of one kind, free and held, that are given away before the policy's cached blocks."""
+    """Blocks of one kind, free and held. The free ones are taken before the policy's cached blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free = FreeKVCacheBlockQueue.empty(num_blocks)

@@ -1,1 +1,1 @@
-"""Eviction: the order in which free blocks are given away, and pins that protect blocks."""
+"""Eviction: the order in which free blocks are taken for new content, and pins that protect blocks."""

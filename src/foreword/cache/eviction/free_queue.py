@@ -1,9 +1,9 @@
-"""Queues of free blocks; any block may leave from the middle.
+"""Queues of free blocks. A block can be removed from the middle, too.
 
-A linked list removes from its middle in O(1) but handles blocks one by one. These queues are buffers in
-which a removed block leaves a stale entry: an entry is alive only while its block's record names
-it. So taking, adding or removing k blocks is a few numpy calls (`take` and `compress`, which are
-several times as fast as indexing with brackets).
+A linked list removes from its middle in O(1) but handles blocks one by one. Each of these queues is a buffer of
+entries. A block that is removed leaves a stale entry behind: an entry is alive only while the record of its block
+points to it. So taking, adding or removing k blocks is a few numpy calls (`take` and `compress`, which are several
+times as fast as indexing with brackets).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WINDOW = 64
 
 
 class FreeKVCacheBlockQueue:
-    """Free blocks, with the next one to give away at the head. At first all blocks are in the queue.
+    """Free blocks; the block that is taken next is at the head. At first all blocks are in the queue.
 
         buffer   . . . 7 8 9 4 3 2 . . .        place[8] == head + 1
                        ^head       ^tail        place[5] == NOT_QUEUED
@@ -68,7 +68,7 @@ class FreeKVCacheBlockQueue:
         self._num_free += count
 
     def appendleft(self, block_ids: BlockIds) -> None:
-        """Put blocks that are not in the queue at its head. They are given away next, in the order given."""
+        """Put blocks that are not in the queue at its head. They are taken next, in the order given."""
         count = len(block_ids)
         if count > self._head:
             self._compact()
@@ -149,7 +149,7 @@ class _Lane:
         self.tail = end
 
     def replace(self, block_ids: BlockIds, entries: npt.NDArray[np.int64]) -> None:
-        """Hold only these entries, with room for the same number again."""
+        """Store only these entries, with space for as many new ones."""
         count = len(block_ids)
         self.block_ids, self.entries = np.empty(2 * count, np.int32), np.empty(2 * count, np.int64)
         self.block_ids[:count], self.entries[:count] = block_ids, entries
@@ -165,7 +165,7 @@ class KeyedBlockQueue:
         key 0   ids 7 4 . .   entries 0 3        entry[4] == 3
         key 5   ids 9 4 . .   entries 1 2        so the 4 in the lane of key 5 is stale
 
-    The cost is amortised O(1) a block, and O(log lanes) for each lane that is opened or used up. When stale entries
+    The cost is amortised O(1) a block, and O(log lanes) for each lane that is opened or emptied. When stale entries
     outnumber the blocks, all lanes are compacted.
     """
 

@@ -35,8 +35,8 @@ class PinnedPolicy:
     """Evicts blocks without a pin first, in another policy's order; then pinned blocks, the least recently freed first.
 
     Several pins may hold a block; the block is pinned until the last of these pins ends. A pin is soft: if all other
-    blocks are taken, the pool gives away pinned blocks too, and `num_broken` counts them. A pin ends at its time or at
-    `unpin`. It loses blocks whose content is forgotten. At most `max_share` of the pool can be pinned, because a fully
+    blocks are held, pinned blocks are evicted too, and `num_broken` counts them. A pin ends at its time or at `unpin`.
+    A block whose content is forgotten loses its pins. At most `max_share` of the pool can be pinned, because a fully
     pinned pool would have no eviction policy. One owner can pin at most `max_owner_share` of the pool.
 
     The inner policy counts pinned free blocks as held. The cost beyond the inner policy is O(1) a block, and O(log
@@ -57,7 +57,7 @@ class PinnedPolicy:
         self.num_pinned_by: Counter[str] = Counter()
         """The number of pinned blocks by owner; a block that two owners pin counts for both."""
         self.num_broken = 0
-        """The number of pinned blocks that were given away because no other block was free."""
+        """The number of pinned blocks that were evicted because no other block was free."""
         self._pins: dict[Hashable, _Pin] = {}
         self._holders: dict[int, dict[str | None, set[Hashable]]] = {}
         """Names of the pins that have a block, by block id and owner."""
@@ -86,9 +86,9 @@ class PinnedPolicy:
     ) -> BlockIds:
         """Add blocks to the pin of this name, or begin a pin. Returns the given blocks that the pin has now.
 
-        Give the head of a prefix first: pinning stops at the first block that the budget does not cover or that holds
-        nothing cached. A call never moves the pin's end earlier (`set_end` can do that). Of several calls, the longest
-        `refresh_s` and the first `owner` count. Modifies the order of the free blocks.
+        `block_ids` has the head of a prefix first. Pinning stops at the first block that the budget does not cover or
+        that holds nothing cached. A call never moves the pin's end earlier (`set_end` can do that). Of several calls,
+        the longest `refresh_s` and the first `owner` count. Modifies the order of the free blocks.
         """
         held = self._pins.get(pin)
         if held is None:

@@ -1,7 +1,8 @@
 """Eviction policies: the protocol by which a pool calls a policy, and a base class for policies.
 
-Giving away a free block that holds nothing costs nothing, so every policy gives such blocks away first. The last freed
-block goes first, because its memory is most likely still in a processor's cache. A call takes many blocks at once.
+Every policy lets free blocks that hold nothing be taken first, because no cached content is lost. Of these blocks, the
+one that was freed last is taken first: its memory is most likely still in a processor's cache. A call takes many blocks
+at once.
 
 A good order takes the tail of a prefix before its head: a head without its tail is still a hit, but a tail without its
 head can never be found. Policies break ties by the order of freeing, and requests free their last block first.
@@ -22,7 +23,7 @@ from foreword.cache.keys.hashing import BlockHash
 
 
 class EvictionPolicy(Protocol):
-    """The free blocks of a pool, in the order in which they are given away.
+    """The free blocks of a pool, in the order in which they are taken for new content.
 
     The pool reports changes of a block's content through the three `note_` calls. At first all blocks are free and hold
     nothing. The ids in one call are distinct.
@@ -33,41 +34,41 @@ class EvictionPolicy(Protocol):
 
     @property
     def num_empty(self) -> int:
-        """The number of free blocks that hold nothing; they are given away first."""
+        """The number of free blocks that hold nothing; they are taken first."""
 
     def append(self, block_ids: BlockIds) -> None:
         """Add held blocks that became free, in the order given.
 
-        Blocks that hold nothing cached are given away first, in the order given.
+        Of these blocks, those that hold nothing cached are taken first, in the order given.
         """
 
     def remove(self, block_ids: BlockIds) -> None:
         """Remove free blocks that are held from now on; they keep their contents."""
 
     def popleft(self, count: int) -> BlockIds:
-        """Give away the first `count` blocks, at most `len(self)`; after that they are held and hold nothing."""
+        """Take the first `count` blocks, at most `len(self)`; after that they are held and have no content."""
 
     def in_order(self) -> BlockIds:
-        """A new array of all free blocks, in the order in which they would be given away. Changes nothing."""
+        """A new array of all free blocks, in the order in which they would be taken. Changes nothing."""
 
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
         """Record that these held blocks, which held nothing, were cached; block i is number `depths[i]` of its prefix.
 
-        Sets the facts about the blocks' contents. The order of the free blocks does not change.
+        The policy may begin to store facts about the blocks' contents. The order of the free blocks does not change.
         """
 
     def note_hit(self, block_ids: BlockIds) -> None:
         """Record that a lookup found these blocks and that a request holds them now.
 
-        After a hit, the blocks may be evicted later, once they are free again. The order of the free blocks does not
-        change now.
+        Because of the hit, the policy may evict the blocks later than others, once they are free again. The order of
+        the blocks that are free now does not change.
         """
 
     def note_forgotten(self, block_ids: BlockIds) -> None:
         """Record that the contents of these blocks, free or held, can no longer be found.
 
-        Resets the facts about the contents. The free blocks among these blocks now count as blocks that hold nothing. A
-        second call changes nothing.
+        The policy deletes its facts about these contents. The free blocks among these blocks now count as blocks that
+        hold nothing. A second call changes nothing.
         """
 
     def check_integrity(self) -> None:

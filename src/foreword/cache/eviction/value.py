@@ -17,7 +17,7 @@ for each class and age. The value is the maximum, over all horizons, of
 (Gittins' index, as in EVA and LHD). The block with the least value is evicted first. A head is worth at least as much
 as the blocks after it, so a tail is evicted before its head.
 
-After Beckmann, Chen and Cidon, "LHD: improving cache hit rate by maximizing hit density" (NSDI 2018).
+The method follows Beckmann, Chen and Cidon, "LHD: improving cache hit rate by maximizing hit density" (NSDI 2018).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _History:
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest use in the ring."""
+        """The number of the oldest use in the ring buffer."""
         return max(0, self.num_uses - len(self._key))
 
     def add(
@@ -115,12 +115,12 @@ class _History:
         return entries
 
     def find(self, keys: Sequence[int]) -> Int64Array:
-        """The number of each key's last use; -1 if it is not in the ring."""
+        """The number of each key's last use; -1 if that use is not in the ring buffer."""
         entry_of = self._entry_of
         return np.array([entry_of.get(key, -1) for key in keys], np.int64)
 
     def is_latest(self, entries: Int64Array) -> npt.NDArray[np.bool_]:
-        """Whether each of these uses is in the ring, without a later use of the same block."""
+        """Whether each of these uses is in the ring buffer, without a later use of the same block."""
         remembered = entries >= self.oldest
         remembered[remembered] = self._latest[entries[remembered] % len(self._key)]
         return remembered
@@ -180,7 +180,7 @@ class _Hazards:
         self.reached: FloatArray = np.zeros((NUM_CLASSES, len(edges)))
         self.hit: FloatArray = np.zeros((NUM_CLASSES, len(edges)))
         self.counted_to: Int64Array = np.zeros(len(edges), np.int64)
-        """For each edge, the number of the first use that has not been counted at this edge."""
+        """For each edge (an age): the number of the first use that was not yet counted as reaching this age."""
         self._value: FloatArray = np.empty_like(self.reached)
         self._chance: FloatArray = np.empty(NUM_CLASSES)
         self.settle()
@@ -419,7 +419,10 @@ class ValuePolicy(EmptyFirstPolicy):
         return block_ids[np.lexsort((entries, value[block_ids]))]
 
     def _lift_heads(self, block_ids: BlockIds, candidate: npt.NDArray[np.bool_], value: FloatArray) -> None:
-        """Raise each block's value to at least the values of all blocks after it. Each pass doubles the distance."""
+        """Raise each block's value to at least the values of all blocks after it in its prefix.
+
+        Pass n compares blocks that are 2**(n - 1) blocks apart.
+        """
         ancestor = np.full(self._num_blocks, -1, np.int32)
         parents = self._parent[block_ids]
         linked = (parents >= 0) & candidate[parents] & (self._depth[parents] == self._depth[block_ids] - 1)

@@ -56,7 +56,7 @@ class StateCheckpoints:
         return num_tokens // self.alignment * self.alignment
 
     def num_in_cells(self, num_prompt_tokens: int) -> int:
-        """The number of leading tokens of a prompt that fill whole cells; only they can be hit."""
+        """The number of leading tokens of a prompt that fill whole cells of `grid` tokens; a hit has no more tokens."""
         return num_prompt_tokens // self.grid * self.grid
 
     def of_prompt(self, sequence: TokenSequence, message_ends: Iterable[int]) -> list[int]:
@@ -76,7 +76,7 @@ class StateCheckpoints:
         return min(by_interval, positions[at]) if at < len(positions) else by_interval
 
     def cut(self, start: int, end: int, num_prompt_tokens: int, budget: int, positions: Sequence[int]) -> int:
-        """The end of a step that begins at `start` and wants to end at `end`; `start` if no cell fits.
+        """The end of a step that begins at `start` and should end at `end`; `start` if no cell fits into the budget.
 
         To reach the end of the first cell, the step may use the whole budget of tokens, which is at least `end -
         start`. Each generated token is a cell, so among generated tokens a step can end anywhere.

@@ -33,7 +33,7 @@ Keys = Sequence[BlockHash]
 
 
 class KVCacheCoordinator(ABC):
-    """Tables of any groups over one pool. Subclasses index the contents of blocks, and look blocks up."""
+    """The block tables of all groups, which share one pool. Subclasses index blocks by content and look them up."""
 
     def __init__(
         self,

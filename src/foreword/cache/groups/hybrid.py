@@ -178,7 +178,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             self._accounts[group_id].stored(sequence, numbers, block_ids)
 
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
-        """The reason of the group that keeps the most blocks, unless another group has evicted its next block."""
+        """The reason of a group that evicted its next block; if none did, of the group that keeps the most blocks."""
         if self._cell_tokens is not None and hit.num_tokens + self.alignment > self._num_findable(sequence):
             return MissReason.PARTIAL_BLOCK, None  # a cell that the prompt does not fill, or generated tokens
         reasons = [self._reason_of(group_id, sequence, hit) for group_id in self._order]
@@ -196,14 +196,14 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     def _reason_of(
         self, group_id: int, sequence: TokenSequence, hit: PrefixHit
     ) -> tuple[MissReason, Eviction | None] | None:
-        """Why a group lacks the first block that the next longer hit needs; None if it lacks none of them."""
+        """Why a group lacks the first block that the next longer hit needs; None if it lacks no block of that hit."""
         manager, end = self.managers[group_id], hit.num_tokens + self.alignment
         first = max(len(hit.tables[group_id]), manager.first_needed_block(end))
         reasons = (self._accounts[group_id].reason(sequence, at) for at in range(first, end // manager.block_size))
         return next((reason for reason in reasons if reason is not None), None)
 
     def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
-        """The count of the group that keeps the most blocks: an upper bound for the other groups."""
+        """The count in the group that keeps the most blocks; it is an upper bound for the other groups."""
         group_id = self._order[0]
         reason = self._reason_of(group_id, sequence, hit)
         if reason is None or reason[0] is not MissReason.EVICTED:

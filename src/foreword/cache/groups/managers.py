@@ -282,7 +282,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
 
 
 class SinkFullAttentionManager(FullAttentionManager):
-    """Full attention with sink blocks that are taken once, for all requests, and never given away.
+    """Full attention with sink blocks that are taken once, for all requests, and never released.
 
     The sink blocks are in no request's table: attention reads them before the table's blocks.
     """
@@ -306,7 +306,7 @@ class SinkFullAttentionManager(FullAttentionManager):
 
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
-    """Needs the blocks that the window before the next position touches."""
+    """Needs each block that holds a token of the window before the next position."""
 
     def first_needed_block(self, position: Position) -> Position:
         return (position - self._reach + 1) // self.block_size

@@ -5,9 +5,8 @@ gone. A key of the hash chain identifies its whole prefix, so a block is found w
 predecessors. A radix tree cannot do this: it finds a block only through all blocks before it, and forgets a
 suffix with its prefix.
 
-Each group has its own map from keys to blocks; where keys of all groups meet, a key is a `BlockHashWithGroupId`. A
-group's block has the chain's key at the position where the block ends, so one chain serves groups of different block
-sizes:
+Each group has its own map from keys to blocks. Outside of these maps, a key is a `BlockHashWithGroupId`. A group's
+block has the chain's key at the position where the block ends, so one chain serves groups of different block sizes:
 
     chain, 4 tokens a key      k0   k1   k2   k3   k4   k5
     group 0, block size 4      k0   k1   k2   k3   k4   k5

@@ -30,7 +30,8 @@ class PrefixMatch:
     block_ids: BlockIds
     """The ids of the blocks that hold the sequence's leading full blocks."""
     partial: PartialBlock | None = None
-    """A block whose first tokens match after the full blocks; None if there is none, or if the index finds none."""
+    """A block that begins with the tokens after the full blocks. None if no block does, or if only full blocks are
+    found."""
 
 
 NO_MATCH = PrefixMatch(np.empty(0, np.int32))
@@ -85,7 +86,7 @@ MAX_SHOWN_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class PrefixNode:
-    """A run of tokens in the cache that follows its parent's tokens, as shown to people. A copy, which stays valid."""
+    """Consecutive cached tokens after the parent's tokens, for display. A copy, valid even after the cache changes."""
 
     node_id: int
     """Stays the same while the node exists; the lower part of a split node keeps it."""

@@ -91,8 +91,8 @@ class RadixIndex:
 
     Forgetting a block also forgets the blocks after it: a suffix without its prefix cannot be found. Duplicates of an
     indexed block wait to take its place, as in `HashIndex`. A tail is unnecessary once a block or a longer tail holds
-    its tokens too. The tail stays until the index's owner calls `superseded_tails`, because a block that is still being
-    filled cannot be copied yet.
+    its tokens too. The tail stays until the index's owner calls `superseded_tails`: while the new block is still being
+    filled, only the tail can be copied.
 
     Without `cut_tails`, the beginning of a tail is of no use, as with a recurrent state. Lookups then find the longest
     tail whose tokens are all in the sequence, and no tail becomes unnecessary.
@@ -116,7 +116,7 @@ class RadixIndex:
         self._number_of: npt.NDArray[np.int32] = np.zeros(self._num_blocks, np.int32)
         """The number of each indexed block within its prefix."""
         self._ends: WeakKeyDictionary[TokenSequence, tuple[RadixNode, int, int]] = WeakKeyDictionary()
-        """The node in which a sequence's last insertion ended, the node's `num_cuts` at that time, and the position."""
+        """Sequence -> the node where its last insertion ended, the node's `num_cuts` then, and the end's position."""
         self._duplicates: dict[int, list[int]] = {}
         self._original_of: dict[int, int] = {}
         self._spans = SpanNumbers(self._num_blocks)
@@ -124,7 +124,7 @@ class RadixIndex:
         self._tails: dict[int, RadixNode] = {}
         """Block of a tail -> the node that ends with this tail."""
         self._superseded: list[int] = []
-        """Tails after which blocks or longer tails were inserted."""
+        """Tails of nodes below which tokens were inserted since the last `superseded_tails`."""
 
     def __len__(self) -> int:
         return self._num_indexed
@@ -268,7 +268,7 @@ class RadixIndex:
         return True
 
     def _note_superseded(self, node: RadixNode) -> None:
-        """Record that tokens are inserted after this node, so that its tail may be unnecessary."""
+        """Record that tokens are inserted below this node, so that its tail may be unnecessary."""
         if node.tail != NO_TAIL:
             self._superseded.append(node.tail)
 
@@ -298,7 +298,7 @@ class RadixIndex:
         return self._root(_namespace(sequence.extra_keys)), 0
 
     def _add_duplicates(self, node: RadixNode, start: int, end: int, first: int, block_ids: BlockIds) -> None:
-        """Record which of `block_ids`, from number `first` on, duplicate blocks that end in positions start to end."""
+        """Record which of `block_ids` (from number `first` on) duplicate the node's blocks in `start` to `end`."""
         size = self._block_size
         for number in range(max(first, start // size), min(end // size, first + len(block_ids))):
             original = int(node.block_ids[number - node.start // size])
@@ -413,7 +413,7 @@ class RadixIndex:
         return self._spans.replace(sequence.token_ids, placed) if placed else sequence.token_ids
 
     def _known_tokens(self, sequence: TokenSequence) -> TokenArray:
-        """`_tokens`, once all stretches of the sequence have numbers.
+        """Give numbers to all stretches of the sequence, then return `_tokens`.
 
         If there are too many numbers, first forget the numbers that no node contains.
         """
@@ -546,7 +546,7 @@ class RadixIndex:
         return upper
 
     def _trim(self, node: RadixNode) -> None:
-        """Remove tokens that lead to no block, in this node and above."""
+        """Remove tokens that lead to no block, in this node and its ancestors."""
         while node.parent is not None and not node.children and node.tail == NO_TAIL:
             end = (node.start // self._block_size + len(node.block_ids)) * self._block_size
             if end > node.start:

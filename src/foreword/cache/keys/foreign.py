@@ -110,7 +110,7 @@ def sglang_keys(token_ids: Sequence[int], page_tokens: int, context: Context) ->
 
 
 def published(engine: str, key: bytes) -> int:
-    """The number that names a key in an engine's events: its last 8 bytes in vLLM, its first 8, signed, in SGLang."""
+    """The number that names a key in an engine's events. vLLM: the last 8 bytes. SGLang: the first 8 bytes, signed."""
     if engine == "vllm":
         return int.from_bytes(key[-8:], "big")
     return int.from_bytes(key[:8], "big", signed=True)

@@ -64,7 +64,7 @@ sha256 = HashFunction("sha256", hashlib.sha256)
 sha256_cbor = HashFunction("sha256_cbor", hashlib.sha256, "cbor")
 """As safe as `sha256` but slower; programs in other languages can recompute it with any CBOR library.
 
-Without extra keys, and given the same root, these are the keys of vLLM's function of that name."""
+Without extra keys, and with the same root, the keys are those of vLLM's `sha256_cbor`."""
 
 HASH_FUNCTION_NAMES = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
@@ -138,7 +138,7 @@ def linked_span(source_key: BlockHash, first: int, num_tokens: int, *, index: in
 
         SHA-256( key of the source's block in which the run ends | first, number of tokens, position )
 
-    The source's key stands for all tokens of the source up to there, and for the source's salt. Tokens that are
+    This key stands for all tokens of the source up to the end of the block, and for the source's salt. Tokens that are
     computed in the prompt need no span: their KV depends on the tokens before them, which are in the chain, and on
     their positions.
     """

@@ -66,7 +66,7 @@ class TokenSequence:
         self.most_hit_tokens: int | None = None
         """The most leading tokens that a hit may have: later tokens are computed for their logits. None: no limit."""
         self.session: Hashable | None = None
-        """The session for which the sequence's blocks count (`close_session`); None: no session."""
+        """The session that this sequence belongs to (see `close_session`); None: no session."""
         self.block_size = block_size
         self.extra_keys = extra_keys
         self.root = root
@@ -82,7 +82,7 @@ class TokenSequence:
         self._plain_hashes: list[BlockHash] = []
 
     def renamed(self, request_id: str) -> TokenSequence:
-        """The same tokens and keys as the prompt of another request."""
+        """A copy with the same tokens and keys, as the prompt of another request."""
         return TokenSequence(
             request_id,
             self.token_ids,

@@ -17,7 +17,7 @@ LOWEST = int(np.iinfo(np.int32).min)
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The content of a span, at any position."""
+    """The content of a span, without the span's position."""
 
     kind: SpanKind
     digest: str
@@ -26,7 +26,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The first token that a salt keeps apart, or that an adapter computes, inside a prompt."""
+    """The token inside a prompt at which a salt or an adapter begins."""
 
     salt: str | None
     adapter: str | None
@@ -34,7 +34,7 @@ class FirstToken:
     content: Content | None
     """The content of the span in which the token lies; None for an ordinary token."""
     at: int
-    """The index of the token within its span."""
+    """The index of the token within that span; 0 for an ordinary token."""
 
     @property
     def num_tokens(self) -> int:
@@ -77,7 +77,7 @@ def placed_stretches(keys: ExtraKeys, token_ids: TokenArray) -> Sequence[Placed]
 
 
 class SpanNumbers:
-    """Gives each token of a stretch a number below UNKNOWN, from the top down.
+    """Gives each token of a stretch a number below UNKNOWN, in descending order.
 
         cat, 3 placeholders   -2 -3 -4      dog, 2 placeholders   -5 -6
 
@@ -96,7 +96,7 @@ class SpanNumbers:
         return len(self._first_of)
 
     def is_full(self, new: Iterable[Placed]) -> bool:
-        """Whether `keep` must be called before these stretches are added. It costs amortised O(1) per stretch."""
+        """Whether `keep` must be called before these stretches are added. `keep` costs amortised O(1) per stretch."""
         num_tokens = sum(stretch.num_tokens for _, stretch in new)
         return len(self._first_of) >= self._limit or self._next - num_tokens < LOWEST
 
@@ -112,7 +112,7 @@ class SpanNumbers:
         self._next -= stretch.num_tokens
 
     def replace(self, tokens: TokenArray, placed: Iterable[Placed]) -> TokenArray:
-        """A copy of a sequence's tokens, in which numbers replace the tokens of the stretches, in the order given."""
+        """A copy of `tokens` in which numbers replace each stretch's tokens. Later stretches overwrite earlier ones."""
         tokens = tokens.copy()
         for offset, stretch in placed:
             places = tokens[offset : offset + stretch.num_tokens]
@@ -126,7 +126,7 @@ class SpanNumbers:
         return stretch if isinstance(stretch, FirstToken) else None
 
     def keep(self, used: Iterable[TokenArray]) -> list[TokenArray]:
-        """Forget the stretches that have no number in these tokens; returns the tokens, renumbered."""
+        """Forget each stretch whose numbers do not occur in `used`. Returns the arrays of `used`, renumbered."""
         used = list(used)
         stretches = sorted(self._first_of.items(), key=lambda item: -item[1])
         starts = np.array([-first for _, first in stretches], np.int64)

@@ -31,8 +31,8 @@ class VerifiedPrefix:
 class VerifiedPrefixes:
     """Every prefix that a block holds, and all beginnings of these prefixes.
 
-    A prefix stays while a longer prefix needs it, so the blocks after an evicted block are found again when
-    that block returns.
+    A prefix is remembered while a longer prefix needs it. So if an evicted block is cached again, the blocks after it
+    are found again.
     """
 
     def __init__(self) -> None:
