@@ -14,8 +14,9 @@ method alone decides which tokens are linked.
 - `leak`                     T7: asks for a fact of a part that is cached and not in the prompt
 
 Negative controls show that the tasks can detect errors. `no-rotation` copies keys without rotating them to their new
-positions. `shuffled-values` gives each copied token another token's values. `not-behind` (`parameters` only) links the
-text after the argument. `leak` has to stay at chance with every method and control.
+positions. `shuffled-values` gives each copied token another token's values. `not-behind` (`parameters` only) links
+even the text after the argument, though this text depends on the argument. With every method and control, the rate of
+right answers to `leak` has to stay at the rate of guessing.
 
 Speed: a model with random weights answers a question of 16 tokens about documents of random tokens with one token, so
 the time of the call is the time to the first token, including the choice of the tokens to link. Figures are medians of

@@ -95,7 +95,7 @@ class VisionFiles:
     config: Mapping[str, Any]
     """The whole config."""
     weights: Mapping[str, StoredPlace]
-    """Weights of the encoder and the connector, named as inside transformers' `model`."""
+    """Weights of the encoder and the connector by their names in transformers, without the leading `model.`."""
 
 
 def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:

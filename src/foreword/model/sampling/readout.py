@@ -112,7 +112,7 @@ class Readout:
 
     num_results: int
     entries: Rows
-    """Ascending indices of the results that get a token."""
+    """The results for which a token is drawn, as ascending indices."""
     rows: Tensor | None
     """[len(entries)] int64: the rows of the logits from which `entries` get their tokens; None: all rows."""
     sampling: SamplingPlan | None
