@@ -84,8 +84,8 @@ class Coalescing:
     def _will_save_state(self, states: StateCheckpoints, request: Request, hit: PrefixHit, missing: int) -> bool:
         """Whether the request that computes block `missing` saves a state that `request` could hit.
 
-        If that request would save no such state, but will still pass the position where the two prompts diverge, this
-        method makes it save a state there.
+        If the computing request would save no such state, but will still pass the position where the two prompts
+        diverge, this method makes it save a state there.
         """
         keys, size = request.sequence.block_hashes(), self._manager.block_size
         owner = self._owner_of[keys[missing]]

@@ -213,8 +213,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one batch. Returns the outputs of the requests that got tokens or ended, in service order.
 
-        A `LaunchingRunner` may still compute this batch. Then the outputs of the previous batch are returned.
-        Raises EngineError if the model fails. The requests of that batch are then aborted, their blocks are freed, and
+        A `LaunchingRunner` may still compute this batch. Then the outputs of the previous batch are returned. Raises
+        EngineError if the model fails. The requests of the failed batch are then aborted, their blocks are freed, and
         the engine can go on with other requests.
         """
         # Errors and interrupts go on to the caller, but leave no uncomputed blocks in the cache.
@@ -231,7 +231,8 @@ class Engine:
                 self._tiers.wait()
             if batch is not None:
                 self._launch(batch)
-                # A call settles one batch only, so that a request ends where its stop string is complete.
+                # One call settles at most one batch. The caller then looks for stop strings, so a request ends at the
+                # token that completes a stop string.
                 if not moved and self._in_flight[0][1].is_ready():
                     moved += self._settle()
         except BaseException:

@@ -1,6 +1,6 @@
 """Keeper: makes a cache entry of each prefix that an owner asks to keep, and writes the entries to a file.
 
-A mark of a prompt becomes an entry once the prompt is computed.
+A prompt may mark prefixes to keep (`Mark`). Each of them becomes an entry once the prompt is computed.
 
 The file has the entries that a restarted process must still keep. An entry is written without its tokens: the key of
 its last block shows whether a prompt begins with the entry's prefix.
@@ -108,7 +108,8 @@ class Keeper:
         self._manager, self._tiers, self._sequence_of, self._clock = manager, tiers, sequence_of, clock
         self._file: EntryFile | None = None
         self._asleep: dict[str, SavedEntry] = {}
-        """Name -> entry of an earlier process with which no prompt has begun yet."""
+        """Name -> an entry that an earlier process saved, if no prompt of this process has begun with the entry's
+        prefix yet."""
         self._last_saved = -math.inf
         self.wall_clock: Callable[[], float] = time.time
         """Returns seconds since 1970. This clock goes on through restarts."""
@@ -153,7 +154,7 @@ class Keeper:
         return entry
 
     def unpin(self, prompt: Prompt) -> None:
-        """End the entry that `pin` made of this prompt without a given name."""
+        """End the entry that `pin` made of this prompt, if the entry was given no name."""
         self.drop(entry_name(self._sequence_of(prompt), prompt.owner))
 
     def drop(self, name: str) -> None:
@@ -166,7 +167,9 @@ class Keeper:
         self._change_marks(name, None)
 
     def set_end(self, name: str, until: float) -> None:
-        """Move an entry's end, earlier or later, also if a prompt being computed will make the entry."""
+        """Move the end of an entry to an earlier or later time. The entry may still have to be made, after its prompt
+        is computed.
+        """
         self._manager.set_entry_end(name, until, self._clock())
         if name in self._asleep:
             self._asleep[name] = replace(self._asleep[name], until=self._to_wall(until))
@@ -223,7 +226,7 @@ class Keeper:
         self._last_saved = time.monotonic()
 
     def _woken(self, sequence: TokenSequence, owner: str | None) -> Iterator[Mark]:
-        """Yield a mark for each entry of an earlier process with which a prompt begins."""
+        """Yield a mark for each entry that an earlier process saved, if the prompt begins with the entry's prefix."""
         number_of = {key.hex(): number for number, key in enumerate(sequence.block_hashes(), start=1)}
         for entry in self._asleep.values():
             number = number_of.get(entry.last_key)

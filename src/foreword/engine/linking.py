@@ -1,7 +1,8 @@
 """Linking: lets the sources of linked prompts be computed, holds them while they are copied, and plans the copies.
 
-A linked request waits until the pool has the sources of all runs that its hit lacks. The scheduler computes missing
-sources as ordinary requests, which leave ordinary blocks: a source is exact, and any request may hit it.
+A linked request waits until the pool has the sources of all linked runs of tokens that the request's hit does not
+cover. The scheduler computes missing sources as ordinary requests, which leave ordinary blocks: a source is exact, and
+any request may hit it.
 
     waiting    the first linked request in the queue holds the sources that the pool has; the others are computed
     admitted   the request holds them until the step that copies them is settled; it writes only to its own blocks
@@ -23,7 +24,8 @@ from foreword.engine.running_rows import RunningRows
 from foreword.request import Request, RequestStatus, SamplingParams
 
 SOURCE_KEYS = 1 << 20
-"""The number of service keys before a linked request's key. Requests that compute its sources use these in turn."""
+"""The service key of a linked request is this much larger than that of the request before. Requests that compute its
+sources get the keys in between."""
 COMPUTED = SamplingParams(max_tokens=1, temperature=0.0)
 """Parameters of a request that computes a source: the token that follows the source is not used."""
 
@@ -49,7 +51,8 @@ class Linking:
         self._head: Request | None = None
         """The waiting request that keeps its sources from step to step."""
         self._lacking: dict[str | None, tuple[Request, list[TokenSequence]]] = {}
-        """Each tenant but that of `_head` -> its first request that lacked sources when tried, and these sources."""
+        """Tenant -> its first request that lacked sources when it was tried, and these sources. The tenant of `_head`
+        is not in it."""
         self._spent: list[BlockIds] = []
         """The blocks of sources whose last copy is planned, until that step is settled."""
         self._computing: dict[BlockHash, Request] = {}
@@ -90,7 +93,9 @@ class Linking:
             self._compute_missing(self._head, self._gather(self._head, hit))
 
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether the pool lacks a source that the request needs after its hit. If not, the request holds them all."""
+        """Whether the pool lacks a source that the request needs after its hit. If it lacks none, the request now holds
+        them all.
+        """
         if not request.sources:
             return False
         missing = self._gather(request, hit)
@@ -136,8 +141,8 @@ class Linking:
         """Queue requests that compute these sources, ahead of the linked request itself.
 
         A request that computes such a source may already be queued after the linked request. Then it moves before the
-        linked request. Otherwise the queue could pass it over while the linked request waits, if both have the same
-        beginning, and a request of high priority could wait for one of low priority.
+        linked request. Otherwise the queue could skip the computing request while the linked request waits, if both
+        have the same beginning. A request of high priority could also wait for one of low priority.
         """
         for source in missing:
             key = source.block_hashes()[-1]
@@ -211,7 +216,7 @@ class Linking:
     def moves(self, entries: Entries, tables: IntArray) -> tuple[Move, ...]:
         """The copies of this step, for entries that `without_runs` made. `tables`: [entries, blocks], block tables.
 
-        A source whose last run is copied by this step is released after the step.
+        When this step copies the last run that a request needs from a source, the source is released after the step.
         """
         if not self._held:
             return ()
@@ -251,7 +256,7 @@ class Linking:
         self._spent.clear()
 
     def leave(self, request: Request) -> list[Request]:
-        """Forget a request that no longer runs or waits; returns requests that compute sources in vain now."""
+        """Forget a request that no longer runs or waits; returns the requests whose sources no request needs now."""
         self.release(request)
         self._linked.discard(request)
         if request is self._head:
@@ -274,7 +279,8 @@ class Linking:
     def yield_blocks(self, to: Request | None = None) -> bool:
         """Give back the blocks that waiting requests except `to` hold, because blocks are short.
 
-        Returns False if these requests hold no blocks. They hold none again before the next step is planned.
+        Returns False if these waiting requests hold no blocks. After the call they hold none until the next step is
+        planned.
         """
         waiting = [request for request in self._held if request.status is RequestStatus.WAITING and request is not to]
         given_back = any(self._held[request] for request in waiting)

@@ -1,4 +1,5 @@
-"""Offline: computes many prompts at once, in the order in which they reuse the most of each other.
+"""Offline: computes many prompts together, in an order in which each reuses as many cached blocks of the others as
+possible.
 
 The prompts make a tree of shared beginnings. Depth-first, each shared beginning is computed once if the pool holds the
 longest path of the tree, whatever the order of arrival (Zheng et al., "SGLang", 2024, theorem 3.1). The answers do not
@@ -93,7 +94,7 @@ class _Node:
 
     depth: int
     first: int = -1
-    """The number of its first prompt in the order of arrival."""
+    """The least number of its prompts. Prompts are numbered in the order of arrival."""
     ending: list[int] = field(default_factory=list)
     """The numbers of the prompts that end at this node."""
     children: list[_Node] = field(default_factory=list)

@@ -51,7 +51,7 @@ class _Group:
     describes_prompt: bool = False
     """Whether the output has the prompt's results already."""
     quiet: Request | None = None
-    """The only continuation, if nothing but its tokens changes in the output until it ends."""
+    """The only continuation, if only its tokens change in the output until it ends; otherwise None."""
 
 
 class Outputs:
@@ -123,7 +123,7 @@ class Outputs:
                 self._read(answer, answer.stream)
 
     def note_kept(self, request: Request, entries: tuple[CacheEntry, ...]) -> None:
-        """Put the entries that a prompt's marks made into its output."""
+        """Put the cache entries that were made for a prompt's marks into the prompt's output."""
         if request in self._group_of:
             self._group_of[request].output.kept = entries
 

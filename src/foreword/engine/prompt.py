@@ -30,7 +30,7 @@ class ModelLimits:
     hidden_size: int | None = None
     """Width of the hidden states that prompts may ask for; None: the model gives none."""
     picture_token_id: int | None = None
-    """The token that rows of pictures replace; None: the model takes no pictures."""
+    """The token id that stands for a picture's row in a prompt; None: the model takes no pictures."""
 
     def without_pictures(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Replace the token that stands for pictures by a neighbouring id, in tokens that were drawn at random."""
@@ -40,7 +40,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class BlockKeys:
-    """The hash function of blocks' keys, and the chain's root."""
+    """The hash function of block keys, and the root of the chain that the keys form."""
 
     hash_fn: HashFunction = sha256
     root: BlockHash = field(default_factory=chain_root)
@@ -103,7 +103,7 @@ class Prompt:
     text: str | None = None
     """The text that the tokens came from, if any; outputs repeat it."""
     extra_keys: ExtraKeys = NO_EXTRA_KEYS
-    """Adapter, salt and media, which separate its cached blocks from those of other prompts."""
+    """Adapter, salt and media. They separate the cached blocks of this prompt from those of other prompts."""
     priority: int = 0
     """The prompt with the lowest number goes first under the policies "priority" and "prefix"."""
     message_ends: tuple[int, ...] = ()
@@ -120,9 +120,11 @@ class Prompt:
     pictures: tuple[PlacedPicture, ...] = ()
     """Pictures whose rows replace tokens, in order. Each picture is also a span of `extra_keys`."""
     embeds: Embeds | None = None
-    """Embeddings instead of the first tokens, whose ids are 0 and which lie in spans of `extra_keys`; None: none."""
+    """Embeddings in place of the first tokens; None: the prompt has none. The ids of these tokens are 0, and they lie
+    in spans of `extra_keys`."""
     owner: str | None = None
-    """The tenant whose budget the entries use, and in whose turn the request is served; None: the shared budget."""
+    """The tenant. The prompt's cache entries use the tenant's budget, and its request is served when the tenant has its
+    turn. None: the shared budget."""
     session: str | None = None
     """The owner's session to which the request belongs; None: it belongs to no session."""
 

@@ -25,7 +25,7 @@ from foreword.request import NOTHING_ALLOWED, FinishReason, Request, RequestStat
 
 
 class Recording:
-    """Appends sampled tokens to running requests, and finishes those that end with them."""
+    """Appends sampled tokens to running requests, and finishes each request whose last token ends its answer."""
 
     def __init__(
         self,
@@ -72,7 +72,9 @@ class Recording:
         return right
 
     def _append_after_drafts(self, entries: Entries, result: BatchResult, right: dict[int, int]) -> None:
-        """Append the tokens after right drafts, one per request at a time, so that each token may end its request."""
+        """Append the tokens that follow right drafts. All requests get their next token before any gets a further one,
+        because each token may end its request.
+        """
         ends, result_rows = entries.known_ends(), entries.result_rows()
         for ahead in range(1, 1 + max(right.values())):
             going = [number for number, count in right.items() if count >= ahead]

@@ -24,7 +24,9 @@ class PendingStep(Protocol):
         """Whether `result` would return at once."""
 
     def result(self) -> BatchResult:
-        """Wait for the batch. It is called once, and again after an interrupt. Raises all errors since the launch."""
+        """Wait for the batch. If an interrupt ends the wait, the caller calls this again. Raises all errors since the
+        launch.
+        """
 
 
 @runtime_checkable
@@ -45,7 +47,9 @@ class Encoder(Protocol):
         """The pieces of a picture that a step with these rows would encode, as ascending ranges of its rows."""
 
     def counts(self) -> Counter[str]:
-        """The number of rows that steps needed, by where they came from: `encoder`, `memory` or `tier`."""
+        """The number of pictures' rows that steps needed, by where the rows came from: `encoder`, `memory` or
+        `tier`.
+        """
 
 
 @runtime_checkable

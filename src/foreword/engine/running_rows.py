@@ -110,9 +110,9 @@ class RunningRows:
         return same
 
     def expect(self, entries: Entries) -> None:
-        """Count a step as computed, and a token for each request that samples in it.
+        """Count a planned step as computed, and expect one more token for each request that samples in the step.
 
-        A request that this token brings to its full length expects no token, and has nothing more to compute.
+        A request that the expected token brings to its full length expects none, and has nothing more to compute.
         """
         progress, numbers = self.progress, self.still_run(entries).nonzero()[0]
         progress["num_computed"][entries.rows[numbers]] = entries.ends[numbers]

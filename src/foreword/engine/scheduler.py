@@ -150,10 +150,12 @@ class Scheduler:
 
         Each request that may go on is planned as if it goes on: it expects a token, and the batch names the row of
         `launched` that samples the token. `launched` is committed first. So a request that ends with its token has left
-        when this batch is committed. The tokens must be known if a request would be preempted, which discards its
-        token, if sampling depends on earlier tokens, and if recurrent states are saved at positions that depend on the
-        tokens. They must be known for drafts, too, because drafts continue known tokens. Loads from a tier begin and
-        end only while no step is planned, so this also returns None if a load has arrived or is to begin.
+        when this batch is committed. Returns None in these cases:
+
+        - A request would be preempted: preemption discards the token that it expects.
+        - Sampling depends on earlier tokens, or drafts would continue them.
+        - The model has recurrent layers: the positions at which their states are saved depend on the tokens.
+        - A load from a tier has arrived or is to begin: loads begin and end only while no step is planned.
         """
         before = launched.entries
         if before.drafts or (self.drafting is not None and self.drafting.wants_pause(before.requests)):
@@ -267,7 +269,8 @@ class Scheduler:
     # ------------------------------------------------------------------ commit
 
     def commit(self, entries: Entries, result: BatchResult, seconds: float | None = None) -> list[Request]:
-        """Record that a step was computed: append sampled tokens, and finish requests that end with them.
+        """Record that a step was computed: append sampled tokens, and finish each request whose last token ends its
+        answer.
 
         Returns the requests that got tokens; requests that left during the step get no tokens. `seconds`: the time of
         the step; None if it is unknown.
@@ -281,14 +284,16 @@ class Scheduler:
         return moved
 
     def _note_first_token(self, request: Request) -> None:
-        """Record a request's first token since admission, and let requests go on that wait for its prefix."""
+        """Record a request's first token since admission. Requests that wait for its prefix may then go on."""
         self._coalescing.end(request)
         self._offer(request, request.num_prompt_tokens)
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = time.monotonic()
 
     def _offer(self, request: Request, num_tokens: int) -> None:
-        """Offer a request's computed tokens before its first link to tiers: copying links is faster than loading."""
+        """Offer to the tiers those computed tokens of a request that lie before its first linked token. Later tokens
+        are not offered, because copying linked tokens is faster than loading them.
+        """
         linked_from = request.sequence.linked_from
         if linked_from is None:
             self._tiers.offer(request, num_tokens)
@@ -298,8 +303,9 @@ class Scheduler:
     def others_rely_on(self, entries: Entries) -> bool:
         """Whether other requests may use blocks that this step should compute; the step is not committed yet.
 
-        They may if a later step is planned, or if a request of this step has left. The blocks of that request are free,
-        and cached as if they were computed. This includes a block that a token filled which became known later.
+        They may if a later step is planned, or if a request of this step has left. The blocks of a request that has
+        left are free, and cached as if they were computed. These include a block whose last token became known only
+        after the step that fills the block was planned.
         """
         alive, progress = self._running.still_run(entries), self._running.progress.take(entries.rows)
         return bool((~alive | (progress["num_computed"] == entries.ends)).any())
@@ -427,7 +433,8 @@ class SimulatedScheduler(Scheduler):
         return entries
 
     def num_steady_steps(self) -> int:
-        """The number of next steps that only add a token to each request, if none arrives, or ends with a token.
+        """The number of next steps that only add a token to each request, provided that no request arrives and no token
+        ends an answer.
 
         In these steps no request is admitted, and no block is taken or filled.
         """
@@ -446,7 +453,7 @@ class SimulatedScheduler(Scheduler):
         return counts
 
     def skip(self, num_steps: int) -> None:
-        """Do the work of `num_steps` steps, of at most `num_steady_steps`. Each sampled token is 0."""
+        """Do the work of `num_steps` steps; `num_steps` is at most `num_steady_steps`. Each sampled token is 0."""
         rows, progress = self._running.order, self._running.progress
         self.manager.allocate_running_slots(rows, self.num_computed_tokens() + num_steps)
         progress["num_tokens"][rows] += num_steps

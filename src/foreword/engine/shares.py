@@ -1,8 +1,9 @@
 """Shares: decides which of its tokens each running request computes in a step.
 
 Linked tokens do not use the budget, and a share ends with a computed token. With recurrent layers, a share ends only
-where a state can be saved. A share never ends among tokens that see each other, and never contains picture rows that
-the step does not encode. A step encodes only some pictures, so that other requests do not wait until all are encoded.
+where a state can be saved. A share never ends inside a picture whose tokens attend to each other, and never contains
+picture rows that the step does not encode. A step encodes only some pictures, so that other requests do not wait until
+all are encoded.
 """
 
 from __future__ import annotations
@@ -64,16 +65,16 @@ class Shares:
     def leaves_room(self) -> bool:
         """Whether a prompt that one step cannot finish leaves a part of the step to other requests.
 
-        It leaves none if an option limits each prompt's part. With recurrent layers it leaves none either, because its
-        steps end only where states can be saved.
+        It leaves no part if an option limits each prompt's share of a step. With recurrent layers it leaves none
+        either, because the share of such a prompt ends only where states can be saved.
         """
         return self._states is None and self._config.long_prefill_token_threshold is None
 
     def _most_each(self, demand: Int64Array, budget: int) -> int:
         """The most tokens of one running request. A prompt that does not fit leaves up to half of the step to others.
 
-        The others are running requests, and those waiting requests that can compute the whole rest of their prompts in
-        this step.
+        The others are the other running requests, and those waiting requests that can compute the whole rest of their
+        prompts in this step.
         """
         longest, total = int(demand.max(initial=0)), int(demand.sum())
         if total <= budget:
@@ -103,8 +104,8 @@ class Shares:
     def end(self, request: Request, start: int, budget: int, length: int | None = None, cap: int | None = None) -> int:
         """The end of a request's span in this step; `start` if it should wait.
 
-        `length`: the number of its tokens; None: all known tokens. `cap`: its most tokens, if others need some; None:
-        `budget`.
+        `length`: the number of the request's tokens; None: all known tokens. `cap`: the most tokens of its span, so
+        that other requests get some; None: `budget`.
         """
         budget_of_one = min(budget, self._config.long_prefill_token_threshold or cap or budget)
         length = len(request) if length is None else length
@@ -167,7 +168,9 @@ class EncoderBudget:
                 self._remaining -= num_rows
 
     def _pieces(self, request: Request, start: int, end: int) -> Iterator[tuple[_Piece, int, int]]:
-        """Yield the pieces that a span needs: name, number of rows, and the first token that needs the piece."""
+        """Yield the pieces of pictures that tokens `start` to `end` (exclusive) need: the piece's name, its number of
+        rows, and the first token that needs it.
+        """
         if self._encoder is None or start >= request.num_prompt_tokens:
             return
         salt = request.rows_salt

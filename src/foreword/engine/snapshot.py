@@ -57,7 +57,7 @@ class Snapshot:
     num_computed_tokens: int
     """Tokens that went through the model since the engine started."""
     picture_rows: Counter[str]
-    """Rows of pictures since the engine started, by where they came from; empty if the model takes none."""
+    """Rows of pictures since the engine started, by where they came from; empty if the model takes no pictures."""
     drafts: DraftCounts
     """Accepted and rejected drafts since the engine started, by source."""
     tiers: TiersReport
@@ -181,12 +181,12 @@ class CacheReport:
     hit_rate_with_twice_the_blocks: float
     """`hit_rate` if the cache had twice the memory, estimated from the last evictions.
 
-    Without `explain_misses`, it is the same as `hit_rate`.
+    Without `explain_misses`, this rate is the same as `hit_rate`.
     """
     misses: dict[str, int]
     """Requests that missed something, by reason; empty without `explain_misses`."""
     missed_tokens: dict[str, int]
-    """Tokens of these requests that were not found, by reason."""
+    """Tokens that were not found, by reason; empty without `explain_misses`."""
     preempted_requests: int
     """Lookups of requests that resumed after preemption. The counts above do not include them."""
     preempted_queried_tokens: int

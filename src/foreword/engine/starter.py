@@ -15,7 +15,8 @@ from foreword.engine.waiting.queue import WaitingQueue
 from foreword.request import Request, RequestStatus
 
 MAX_TRIED = 8
-"""Beside an unfinished prompt, a step looks up no more waiting requests after this number of them did not fit."""
+"""If a running request cannot finish its prompt in a step, the step looks up waiting requests only until this number of
+them did not fit."""
 
 
 class Starter:

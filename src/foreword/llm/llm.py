@@ -78,7 +78,7 @@ class LLM:
         """The encoder and the reader of pictures; None for models that take no pictures."""
         lacks = "takes pictures, but Pillow is missing (pip install foreword[vision], and start again)"
         self.picture_refusal = lacks if parts.lacks_pillow else "takes no images"
-        """What errors say about a model without `pictures`."""
+        """Why the model takes no pictures, for errors; used if `pictures` is None."""
         self.lacks_pillow = parts.lacks_pillow
         """Whether the model would take pictures if Pillow were installed."""
         self._prompts = Prompts(
@@ -443,7 +443,9 @@ class LLM:
         return replace(prompt, adapter=self.adapters.get(lora_request.lora_path))
 
     def link(self, prompt: Prompt, composition: Composition, method: Method) -> Prompt:
-        """Return the engine's prompt with its parts linked. Any thread may call it. Raises InvalidRequestError."""
+        """Return `prompt` with the KV of its parts linked, as `method` chooses. Any thread may call this. Raises
+        InvalidRequestError.
+        """
         return self._prompts.link(prompt, composition, method)
 
     def check_choice(self, method: Method) -> None:
@@ -473,7 +475,7 @@ class LLM:
         return CacheReport.of(engine.snapshot(), hit_granularity=granularity, state_interval=engine.state_interval)
 
     def close_session(self, session_id: str) -> int | None:
-        """End a session: blocks that only prompts with this `session_id` left are evicted before all others.
+        """End a session: its blocks that no prompt outside the session used are evicted before all others.
 
         Until their eviction, prompts find these blocks. Returns the number of such blocks in memory; None if the
         session is unknown.

@@ -44,26 +44,32 @@ class Prompts:
         """`model`: the name for errors. `deviations` serves methods that choose by deviation; None: nothing may be
         linked.
 
-        `pictures` reads pictures; None: the model takes no pictures, and errors say the `refusal`. `embeds` reads
-        prompt embeddings; None: the option is off.
+        `pictures` reads pictures; None: the model takes no pictures, and errors contain the text `refusal`. `embeds`
+        reads prompt embeddings; None: the option is off.
         """
         self._refusal, self._embeds = refusal, embeds
         self._model, self._tokenizer, self._deviations, self._pictures = model, tokenizer, deviations, pictures
 
     def read(self, prompt: PromptInput, link: str | Method | None = None) -> Prompt:
-        """Return the engine's prompt, with its parts linked if a method is given. Raises InvalidRequestError."""
+        """Turn a user's prompt into a prompt for the engine. Its parts are linked if `link` is given. Raises
+        InvalidRequestError.
+        """
         plain, composition = self._plain(prompt)
         return plain if link is None else self.link(plain, composition, link)
 
     def read_parts(self, prompt: PromptInput, method: Method) -> tuple[Prompt, Composition]:
-        """Return the engine's prompt, linked, and its parts. Raises InvalidRequestError if it has no parts."""
+        """Turn a user's prompt into a linked prompt for the engine, and its parts. Raises InvalidRequestError if it has
+        no parts.
+        """
         plain, composition = self._plain(prompt)
         linked = self.link(plain, composition, method)
         assert composition is not None
         return linked, composition
 
     def link(self, prompt: Prompt, composition: Composition | None, link: str | Method) -> Prompt:
-        """Return the engine's prompt with its parts linked. Raises InvalidRequestError if it has no parts."""
+        """Return `prompt` with the KV of its parts linked, as `link` chooses. Raises InvalidRequestError if it has no
+        parts.
+        """
         return with_links(prompt, composition, link, self._deviations)
 
     def tokenizer_for(self, purpose: str) -> Tokenizer:
@@ -123,7 +129,9 @@ class Prompts:
         return compose_edit(prompt.token_ids, _token_array(before))
 
     def _of_keys(self, prompt: Mapping[str, Any]) -> tuple[Prompt, Composition | None]:
-        """Return the prompt and the parts of a mapping whose keys were checked."""
+        """Read a mapping whose keys were checked. Returns the prompt, and its parts; None instead of the parts if it
+        has none.
+        """
         keys, priority = _extra_keys(prompt.get("cache_salt")), priority_of(prompt.get("priority", 0))
         composition = composition_of(prompt, lambda: None if self._tokenizer is None else schema_text(self._tokenizer))
         if composition is not None:

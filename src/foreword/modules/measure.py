@@ -42,7 +42,8 @@ MEASURED_METHODS = ("none", "first-16", "all")
 LEAST_PROMPTS = 100
 """The fewest prompts of a saved file. If no answer among 100 is lost or gained, the loss may still be up to 2.7%."""
 LEAST_RIGHT = 0.2
-"""The least share of prompts that `all` must answer rightly: a method cannot lose answers that `all` has wrong."""
+"""The least share of prompts that `all` must answer rightly. With fewer, a comparison says little: a method cannot lose
+answers that `all` has wrong."""
 TASK_TOKENS, USERS_TOKENS = 16, 64
 USERS = "prompts"
 """The name of the cell of a user's own prompts."""
@@ -119,11 +120,15 @@ class Tally:
         self.times_ms.append(answer.first_token_ms)
 
     def beside_all(self, num_prompts: int) -> Rightness:
-        """Lost and gained right answers among `num_prompts` prompts."""
+        """The answers that this arm loses and gains, compared with `all` without gaps; `num_prompts`: the number of
+        compared prompts.
+        """
         return Rightness(num_prompts, self.num_lost, self.num_gained)
 
     def as_json(self) -> dict[str, Any]:
-        """Percentages with 95% intervals, the mean share of computed tokens, and the median time to the first token."""
+        """The percentages of right and of agreeing answers with their 95% intervals, the mean share of computed tokens,
+        and the median time to the first token.
+        """
         num_asked = self.num_with_answer
         facts: dict[str, Any] = {"prompts": self.num_asked, "linked_prompts": self.num_linked, "right": None}
         if num_asked:
@@ -182,7 +187,9 @@ def tally(
 def _linked_answers(
     llm: LLM, several: Sequence[Asked], arm: Arm, params: SamplingParams, plain: Sequence[Answer]
 ) -> list[Answer]:
-    """Answer with a method. If it links nothing of a prompt without gaps, the plain answer is taken: bits are equal."""
+    """Answer with a method. The answer is copied from `plain` if the method links no token of the prompt and the prompt
+    has no gaps: both have the same bits.
+    """
     differs = [prompt.composition.has_gaps or _links_any(prompt.composition, arm.method) for prompt in several]
     linked = [prompt for prompt, may_differ in zip(several, differs, strict=True) if may_differ]
     if arm.salt is not None:
@@ -244,12 +251,14 @@ class Cell:
 
     @property
     def counts(self) -> bool:
-        """Whether a saved file counts the cell among prompts of parts."""
+        """Whether a saved file counts the cell among prompts that consist of parts."""
         return self.task in (*MEANT_FOR, USERS)
 
     @property
     def is_edit(self) -> bool:
-        """Whether a saved file counts the cell among edits of chats, which have no gaps."""
+        """Whether a saved file counts the cell among edits of chats. Cells with gaps do not count, because such edits
+        leave no gaps.
+        """
         return self.task == EDIT and not self.has_gaps
 
 
@@ -295,7 +304,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Run with parsed arguments; `options` are the engine's."""
+    """Run the command with its parsed arguments. `options`: the options of the engine."""
     check_model(options)
     arms, cells, seed = _arms(args.methods), _cells(args), int(options.get("seed") or 0)
     if args.save is not None:

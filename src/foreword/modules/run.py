@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Run with parsed arguments; `options` are the engine's."""
+    """Run the command with its parsed arguments. `options`: the options of the engine."""
     check_model(options)
     for file in (args.file, *(() if looks_like_xml(args.prompt) else (Path(args.prompt),))):
         if not user_path(file).is_file():

@@ -6,8 +6,8 @@
     index          0  1  2    3  4       5  6  7  8  9  10   11 12 13
                                          run [5, 11)
 
-The index of a token decides which tokens it sees, and which slot it has. Its position decides how its key is rotated.
-The keys of a run are rotated from their positions in the source to their positions in the prompt.
+The index of a token decides which tokens it attends to, and which slot it has. Its position decides how its key is
+rotated. The keys of a run are rotated from their positions in the source to their positions in the prompt.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LinkedRun:
         return self.first + self.end - self.begin
 
     def num_in_whole_blocks(self, block_size: int) -> int:
-        """Count the tokens from the run's first to the end of the source's whole blocks.
+        """Count the source's tokens from the run's first token to the end of the source's last whole block.
 
         0 or less: no token of the run is in a whole block.
         """
@@ -75,7 +75,9 @@ class Links:
         object.__setattr__(self, "has_gaps", int(self.positions[-1]) != len(self.positions) - 1)
 
     def in_whole_blocks(self, block_size: int) -> Links:
-        """Return the part of these links in the sources' whole blocks, because only whole blocks stay cached."""
+        """Return the part of these links that lies in whole blocks of the sources, because only whole blocks stay
+        cached.
+        """
         runs = []
         for run in self.runs:
             num_tokens = run.num_in_whole_blocks(block_size)
@@ -93,7 +95,9 @@ class Links:
         return list({id(run.source): run.source for run in self.runs}.values())
 
     def without(self, chosen: BoolArray) -> Links:
-        """Return these links without the chosen tokens, [tokens]; a run is split around its chosen tokens."""
+        """Return these links without the chosen tokens; a run is split around its chosen tokens. `chosen`: a mask,
+        [tokens].
+        """
         runs = []
         for run in self.runs:
             edges = np.flatnonzero(np.diff(np.concatenate(([True], chosen[run.begin : run.end], [True])))) + run.begin
@@ -154,8 +158,8 @@ class Links:
             yield start, end
 
     def end_after(self, start: int, end: int, budget: int) -> int:
-        """Return the index after the first `budget` computed tokens from `start` on, or after the last computed token
-        before `end`.
+        """Return the index after the first `budget` computed tokens from `start` on, but at most the index after the
+        last computed token before `end`.
 
         Returns `start` if the budget is 0.
         """
@@ -188,7 +192,7 @@ class LinkReport:
     num_spans: int
     """The number of the prompt's parts that could be linked."""
     linked_tokens: int
-    """Tokens whose KV comes from a source. They saw none of the prompt's tokens before them."""
+    """Tokens whose KV comes from a source. It was computed without the prompt's tokens before them."""
     recomputed_tokens: int
     """Tokens of linkable parts that were computed in the prompt."""
     computed_tokens: int
@@ -198,7 +202,7 @@ class LinkReport:
     copied_tokens: int
     """The linked tokens that had to be copied. The other linked tokens were cached from an equal composition."""
     has_gaps: bool = False
-    """Whether tokens have other positions than in the plain prompt, which a schema may require."""
+    """Whether tokens have other positions than in the plain prompt. A schema may require such positions."""
 
     @property
     def exact(self) -> bool:

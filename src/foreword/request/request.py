@@ -177,7 +177,7 @@ class ToolCall:
     is_complete: bool = True
     """Whether the model wrote the call to its end."""
     id: str | None = None
-    """The id that the model gave the call; None in families whose calls have no id."""
+    """The id that the model gave the call; None for models whose calls have no id."""
 
 
 @dataclass(slots=True)
@@ -287,7 +287,7 @@ class DraftCounts:
     accepted: dict[str, int] = field(default_factory=dict)
     """The number of drafted tokens in the answer, by the source of the draft; without zeros."""
     rejected: dict[str, int] = field(default_factory=dict)
-    """The number of other drafted tokens, by the source of the draft; without zeros."""
+    """The number of drafted tokens that are not in the answer, by the source of the draft; without zeros."""
 
     @property
     def num_accepted(self) -> int:
@@ -310,7 +310,9 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class _LookAhead:
-    """What may follow an answer with drafts: masks of allowed tokens, and lengths after which the answer must end."""
+    """What may follow each draft of an answer: masks of allowed tokens, and the lengths after which the answer must
+    end.
+    """
 
     dry_at: set[int] = field(default_factory=set)
     """The lengths of the answer, drafts included, after which no token was allowed. The drafts may be wrong."""
@@ -330,13 +332,15 @@ class Request:
     num_copied_tokens = 0
     """The number of linked tokens copied since the last admission."""
     adapter: Adapter | None = None
-    """The adapter that computes its tokens from the keys' `adapter_offset` on; None: the model alone computes them."""
+    """The adapter that computes the request's tokens from the keys' `adapter_offset` on; None: the model alone computes
+    them."""
     pictures: tuple[PlacedPicture, ...] = ()
     """Pictures whose rows replace tokens of the prompt, in their order."""
     rows_salt: str | Alone | None = None
-    """The salt under which rows of its pictures are kept."""
+    """The salt under which the encoded rows of the request's pictures are kept; None: no salt."""
     embeds: Embeds | None = None
-    """Rows in place of its first tokens, whose ids are 0; None: all tokens have embeddings of the model."""
+    """Embeddings in place of the request's first tokens, whose ids are 0; None: all tokens have the model's
+    embeddings."""
     tenant: str | None = None
     """The tenant who sent the request; None if unknown."""
     hidden_state: npt.NDArray[np.float32] | None = None
@@ -406,7 +410,8 @@ class Request:
         self.state_positions: list[int] = []
         """Positions, ascending, at which recurrent states are saved in addition to regular intervals."""
         self.service_key = (0, 0)
-        """Its place in the queues: rank, then arrival number. The request with the lowest key is served first."""
+        """The request's sort key in the queues: rank, then arrival number. The request with the lowest key is served
+        first."""
         self.row = NO_ROW
         """The row in which it runs, given by the cache's manager; NO_ROW while it does not run."""
         self.loads = Loaded()
@@ -415,7 +420,8 @@ class Request:
         self.stop_reason: int | str | None = None
         """The stop token id or stop string that ended the request; None if it ended for another reason."""
         self.num_scheduled_tokens = 0
-        """The number of its tokens that are computed once the planned step ends; set only if layers are recurrent."""
+        """The number of the request's tokens that are computed once the planned step ends; set only if layers are
+        recurrent."""
         self.num_cached_tokens = 0
         """The number of prompt tokens that were hit at the first admission."""
         self.cached_tokens_by_tier: dict[str, int] = {}
@@ -432,7 +438,7 @@ class Request:
 
     @property
     def running_key(self) -> tuple[int, int]:
-        """The request's place among running requests. A tenant's priority does not count against other tenants."""
+        """The request's sort key among running requests. A tenant's priority does not count against other tenants."""
         rank, number = self.service_key
         return (rank if self.tenant is None else 0), number
 

@@ -302,7 +302,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class TokenLimits:
-    """The tokens that all answers to one prompt may contain."""
+    """Limits on the tokens of an answer. One object serves all answers to a prompt."""
 
     def __init__(
         self,
@@ -314,7 +314,9 @@ class TokenLimits:
         forbidden: Collection[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`end_token_ids`: end tokens to use without `stop_token_ids`; `bad_words`: the token ids of each word."""
+        """`end_token_ids`: the tokens that end answers if `stop_token_ids` is empty; `bad_words`: the token ids of each
+        word.
+        """
         self._vocab_size = vocab_size
         self._stop = _ids(stop_token_ids)
         self._end = _ids(stop_token_ids or end_token_ids)

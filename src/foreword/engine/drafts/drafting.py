@@ -24,7 +24,8 @@ PAUSE_EVERY = 16
 """A step that is planned before the last tokens are known drafts nothing. After this number of such steps, a step waits
 for the tokens."""
 SHARE_OF_RIGHT, SHARE_OF_WRONG = 0.1, 0.01
-"""The most time for guesses, as shares of a step's time: for requests whose last guess was right, and for others."""
+"""The most time for guesses, as a share of a step's time. SHARE_OF_RIGHT: for requests whose last guess was right.
+SHARE_OF_WRONG: for the others."""
 logger = logging.getLogger(__name__)
 
 
@@ -125,7 +126,8 @@ class Drafting:
         """Whether the next step should wait until the present step's tokens are known, so that it can draft.
 
         `requests` are those of the present step. A step that is planned ahead drafts nothing, but the device does not
-        wait for it. So the next step waits if a request's last guess was right, or else once in PAUSE_EVERY steps.
+        wait for it. So the next step waits for the tokens if a request's last guess was right, or else once in
+        PAUSE_EVERY steps.
         """
         if self._fixed is not None:
             return True
@@ -158,7 +160,9 @@ class Drafting:
         return lengths
 
     def _guesses(self, requests: Sequence[Request], num_rows: int) -> list[_Judged | None]:
-        """Guess for as many requests as the shares of a step's time allow; None for each other request."""
+        """Guess for some of the requests, as many as SHARE_OF_RIGHT and SHARE_OF_WRONG of a step's time allow; None for
+        the others.
+        """
         lucky = np.array([self._histories.setdefault(request, _History()).was_right for request in requests])
         is_asked = np.zeros(len(requests), np.bool_)
         for mask, pool in ((lucky, self._for_lucky), (~lucky, self._for_others)):

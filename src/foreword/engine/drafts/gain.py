@@ -29,15 +29,17 @@ FREE_ROWS, COST_OF_MORE = 8, 0.06
 """The assumed cost of rows before steps are timed: FREE_ROWS rows cost as much as one row, and each further row adds
 COST_OF_MORE times that cost."""
 KEPT_TIMES, TRIES = 7, 3
-"""The number of measured times to keep for each size, and the number of times that a size needs to be trusted."""
+"""KEPT_TIMES: the number of measured times that are kept for each size. TRIES: a size's times are trusted if there are
+at least this many."""
 ASSUMED_CHANCE, ASSUMED_TRIALS = 0.7, 4.0
-"""The chance that a guessed token is right before any was judged, and the weight of a prior chance, in trials. The
-record of all requests has the prior ASSUMED_CHANCE. The record of one request has the chance of all as its prior."""
+"""ASSUMED_CHANCE: the chance that a guessed token is right, as long as no guess was judged. ASSUMED_TRIALS: a prior
+chance weighs as much as this number of trials. The prior of the record of all requests is ASSUMED_CHANCE. The prior of
+the record of one request is the chance from the record of all requests."""
 LEAST_GAIN = 1.1
 """The least ratio of tokens per second with drafts to those without. A smaller gain may be an error: chances and times
 are estimates, and times grow as contexts get longer."""
 FORGOTTEN_AFTER = 512
-"""After this number of steps without a new time of a size, its times are forgotten. Then drafts try the size again."""
+"""If a size gets no new time for this number of steps, its old times are forgotten. Then drafts try the size again."""
 
 
 class Allowance:
@@ -130,7 +132,7 @@ class StepTimes:
         return {str(SIZES[at]): min(self._times[at]) for at in sure}
 
     def begin_with(self, learnt: object) -> None:
-        """Begin with the times that an earlier process learnt; a value of another form is ignored.
+        """Begin with the times that an earlier process learnt, as `learnt` returns them; any other value is ignored.
 
         The times count as if they were measured now: a time that is not measured again is forgotten like any other.
         """
@@ -190,7 +192,9 @@ def _assumed(num_rows: npt.NDArray[np.int64]) -> Floats:
 
 @dataclass(slots=True)
 class Trials:
-    """Counts of guessed tokens: those compared with the model's, and those that were right. Older ones count less."""
+    """Weighted counts: of the guessed tokens that were compared with the model's tokens, and of those that were right.
+    Older tokens count less.
+    """
 
     weight: float = 0.0
     right: float = 0.0
@@ -228,7 +232,8 @@ class Acceptance:
     """
 
     KEPT, KEPT_OF_REQUEST = 0.98, 0.9
-    """The share of its weight that a trial keeps at each new trial: in the record of all requests, and of one."""
+    """At each new trial, the weight of each earlier trial is multiplied by KEPT in the record of all requests, and by
+    KEPT_OF_REQUEST in the record of one request."""
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, int], Record] = {}

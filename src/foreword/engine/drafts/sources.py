@@ -1,4 +1,5 @@
-"""Where drafts come from: a request's own text, its caller's prediction, the cache's paths, answers of its namespace.
+"""Where drafts come from: the request's own text, the caller's prediction, paths of tokens in the cache, and recent
+answers in the request's cache namespace.
 
 In a text, a negative number marks the end of an answer. No token is negative, so no match and no draft crosses such an
 end.
@@ -31,7 +32,8 @@ PAIR = 2
 LONGEST_MATCH = 32
 """The most tokens that a match compares, backwards from the last token."""
 MOST_PLACES = 24
-"""The most places to compare. If there are more, those nearest to the text's end are compared."""
+"""The most earlier places of the last pair that `find` compares. If there are more, it compares those nearest to the
+text's end."""
 _FACTOR = 0x9E3779B1
 _MASK = 0xFFFFFFFF
 END_OF_ANSWER = -1
@@ -69,7 +71,7 @@ class Drafter(Protocol):
 
 
 class SuffixIndex:
-    """A text that grows at its end, and an index that finds where given last tokens occur in the text."""
+    """A text that grows at its end, and an index that finds the places in the text at which given tokens end."""
 
     def __init__(self) -> None:
         self._tokens: IntArray = np.empty(256, np.int32)
@@ -238,7 +240,8 @@ class CachedPaths:
     def __init__(self, cache: KVCacheManager) -> None:
         self._cache = cache
         self._read: WeakKeyDictionary[Request, tuple[int, IntArray, int]] = WeakKeyDictionary()
-        """Request -> its length when the path was read, the path, and the number of tokens that agreed before."""
+        """Request -> its length when the path was read, the path, and the number of tokens before that length that
+        agreed with a path."""
 
     def propose(self, request: Request, max_tokens: int) -> Proposal | None:
         length = len(request.sequence)

@@ -22,7 +22,8 @@ from foreword.tiers.tier import EXACT, GROUP_APART, BlockKeys, BlockRun, Buffers
 
 PIECE_BYTES = 4 << 20
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 2.0
-"""The longest waits for a load, in seconds: while the time to compute is unknown, and once it is known."""
+"""The longest waits for a load, in seconds. FIRST_WAIT_S: while the time to compute is unknown. MOST_WAIT_S: once it is
+known."""
 REST_S = 30.0
 """Seconds without loads after a load that took too long: otherwise every request would wait for the slow tier again."""
 
@@ -31,7 +32,9 @@ class PayloadsApart:
     """Loads and stores payloads other than blocks. The engine's thread waits for loads, so all requests wait, too."""
 
     def __init__(self, tiers: Sequence[Tier], namespace: bytes, root: BlockHash, stores: Stores) -> None:
-        """`root`: the root of all block keys, which goes into these payloads' keys. `stores` counts a day's bytes."""
+        """`root`: the root of all block keys; the keys of the payloads depend on it, too. `stores` counts the bytes
+        that are stored on a day.
+        """
         self._tiers, self._namespace, self._root, self._stores = tiers, namespace, root, stores
         self._rests_until = 0.0
 

@@ -29,11 +29,13 @@ from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import NAMESPACE_BYTES, BlockKeys, Tier, TierStats
 
 MOST_BLOCKS = 256
-"""The number of leading blocks of a prompt for which keys of another identity are computed."""
+"""To explain a miss, blocks of another identity are looked for only among this number of a prompt's leading blocks."""
 NEXT_BLOCKS = 16
-"""The number of blocks after a hit to look for. One found block is enough. A group may keep only every n-th block."""
+"""The number of blocks after a hit that are looked for. One found block is enough; several are tried because a group
+may keep only every n-th block."""
 MOST_GROUPS = 8
-"""The number of groups in which blocks of another identity are looked for, because its groups are unknown."""
+"""The number of groups in which blocks of another identity are looked for: how many groups that identity has is
+unknown."""
 logger = logging.getLogger(__name__)
 NOTHING = object()
 POLL_S = 0.005
@@ -87,7 +89,7 @@ class TiersReport:
     bytes_today: int
     num_waiting_stores: int
     num_loads: int
-    """Loads under way, and requests that wait for tiers to answer."""
+    """The number of loads under way, plus the number of requests that wait for a tier's answer."""
 
 
 class TierDirector:
@@ -106,7 +108,8 @@ class TierDirector:
     ) -> None:
         """`tiers`: the nearest first; if two tiers have equally much of a prefix, the first tier serves it.
 
-        `admission` decides what is stored; None: everything. `others`: where explanations of misses look, too.
+        `admission` decides what is stored; None: everything. `others`: other identities whose blocks in the tiers may
+        explain a miss.
         """
         self._tiers, self._memory, self._manager = tuple(tiers), memory, manager
         self._cost = StepCost()
@@ -123,7 +126,8 @@ class TierDirector:
         self._namespace = namespace
         self._num_planned = self._num_settled = 0
         self._ahead: Iterator[None] = iter(())
-        """An iterator: each step lets the system provide some memory of the blocks that the pool gives away next."""
+        """At each step of this iterator, the operating system provides some of the memory of the blocks that the pool
+        hands out next."""
         self._num_planned_before = -1
         """The number of steps that were planned when `_ahead` was made."""
 

@@ -10,8 +10,8 @@ same load.
 
 Fences. A load takes blocks only while no step is planned, because a planned step may still write to blocks that are
 free now. A load also holds the part of the prefix that is in the pool; all loads together hold at most half of the
-pool. A load has a deadline. When it has ended, by itself or because it was cancelled, its thread no longer touches any
-block (`Ticket`).
+pool. A load has a deadline. When a load has ended, by itself or because it was cancelled, the tier's thread no longer
+touches any block (`Ticket`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Load:
     keys: Sequence[BlockHash]
     """The keys of the sequence's blocks that lookups find after the load and not before."""
     start: int
-    """The number of tokens in the hit that the load continues."""
+    """The number of tokens that the request's cache hit has. The load brings the tokens after them."""
     num_bytes: int
     compute_s: float | None
     ticket: Ticket
@@ -126,8 +126,8 @@ class _Plan:
     def deadline_s(self) -> float:
         """The seconds after which a load is given up: as many as computing would take.
 
-        So a load that is given up and computing together take at most twice as long as computing. The deadline is at
-        least a second, and at least DEADLINE_FACTOR times the tier's estimate.
+        So if a load is given up, the load and the computation together take at most twice as long as the computation
+        alone. The deadline is at least a second, and at least DEADLINE_FACTOR times the tier's estimate.
         """
         if self.compute_s is None:
             compute_s = max(SHORTEST_FIRST_DEADLINE_S, self.num_bytes / FIRST_DEADLINE_BYTES_PER_S)
@@ -158,7 +158,7 @@ class Loads:
         self.counts = {tier.name: LoadCounts() for tier in tiers}
 
     def __len__(self) -> int:
-        """The number of loads under way and of requests that wait for answers."""
+        """The number of loads under way, plus the number of requests that wait for a tier's answer."""
         return len(self._loads) + len(self._probes)
 
     # ---------------------------------------------------------------- requests
@@ -243,7 +243,9 @@ class Loads:
         return any(load.ticket.done for load in self._loads)
 
     def cancel_all(self) -> None:
-        """Cancel all loads, release their blocks, and stop waiting for answers. The requests compute instead."""
+        """Cancel all loads, release their blocks, and stop waiting for the tiers' answers. The requests compute
+        instead.
+        """
         self._probes.clear()
         for load in self._loads.copy():
             for request in load.waiting:
@@ -376,7 +378,9 @@ class Loads:
         load.waiting.clear()
 
     def check_integrity(self, waiting: Iterable[Request]) -> None:
-        """Raise AssertionError if a request waits that is not queued, or for a load that is not under way."""
+        """Raise AssertionError if a request that is not queued waits for a load, or if a request waits for a load that
+        has ended.
+        """
         assert self._load_of.keys() | self._probes.keys() <= set(waiting), (
             "a request that is not queued waits for a load"
         )
@@ -392,7 +396,7 @@ def _failure(report: Report) -> LoadFailure | None:
 LEAST_TOKENS = 64
 """The fewest tokens of a step to learn from. A smaller step takes about the same time, whatever its tokens."""
 KEPT = 0.98
-"""The share of their weight that earlier steps keep at each new step."""
+"""At each new step, the weight of all earlier steps is multiplied by this number."""
 
 
 class StepCost:

@@ -68,7 +68,7 @@ class Offer(NamedTuple):
 
 
 class DroppedKeys:
-    """The newest keys that were not stored, as numbers in a ring."""
+    """The newest keys of blocks that were not stored: the first 8 bytes of each key, in a ring buffer."""
 
     def __init__(self, size: int = 1 << 16) -> None:
         self._ring: npt.NDArray[np.uint64] = np.zeros(size, np.uint64)

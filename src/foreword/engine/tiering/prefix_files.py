@@ -1,7 +1,7 @@
 """Exports and imports of prefixes: the pool's blocks to a file, and a file's blocks to a tier or to the pool.
 
-The engine's thread calls it while no step is in flight. So every block that a lookup finds is filled, and no step
-writes to the blocks that are taken here.
+The engine's thread exports and imports while no step is in flight. So every block that a lookup finds is filled, and no
+step writes to the blocks that are taken here.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PrefixFiles:
         return self._adopt(file, sequence, places)
 
     def _check_num_tokens(self, file: PrefixFile, sequence: TokenSequence | None) -> None:
-        """Raise UnsoundFileError if the file says more tokens than its text or its full-attention blocks have."""
+        """Raise UnsoundFileError if the file claims more tokens than its text or its full-attention blocks have."""
         counts = Counter(group_id for run in file.runs for group_id in run.entries["group"].tolist())
         limits = [
             counts[group_id] * spec.block_size

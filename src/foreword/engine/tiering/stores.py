@@ -5,8 +5,8 @@ A sequence is offered when its prompt is computed and when its request leaves. S
 
 Fences. The blocks of a chunk are held until the tiers have them, so that nobody overwrites them. When a chunk is
 chosen, a planned step may still have to fill a block of the chunk. So the chunk is stored only after all these steps
-are settled. A chunk that takes too long is cancelled. While requests run, stores take a fifth of the time, and leave
-memory and disk to the steps for the rest.
+are settled. A chunk that takes too long is cancelled. While requests run, stores take a fifth of the time. For the rest
+of the time they leave memory and disk to the steps.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class _Chunk:
     is_last: bool
     """Whether the tiers lack no further blocks of the sequence."""
     num_planned: int
-    """The number of steps planned when it was chosen."""
+    """The number of steps that were planned when the chunk was chosen."""
     num_bytes: int
     run: BlockRun | None = None
-    """The run that the tiers store; None before the store begins."""
+    """The run of blocks that the tiers store; None before the store begins."""
     tickets: list[Ticket] = field(default_factory=list)
     started: float = 0.0
 
@@ -120,7 +120,8 @@ class Stores:
     def cancel(self) -> None:
         """Give up the chunk under way, with its sequence, and release its blocks; count the blocks that are stored.
 
-        A tier that is just writing may finish its part, up to 8 MiB, which does not count in `bytes_today`.
+        A tier that is writing at this moment may still finish the piece that it writes, at most 8 MiB. `bytes_today`
+        does not count this piece.
         """
         chunk = self._chunk
         if chunk is not None:
@@ -214,7 +215,9 @@ class Stores:
         )
 
     def _admitted(self, part: Part, admitted: BoolArray) -> BoolArray:
-        """Which blocks of a part to store. If one covers several blocks of the sequence, the last of these decides."""
+        """Which blocks of a part to store. If a block of the part covers several blocks of the sequence, the last of
+        these decides.
+        """
         width = self._manager.groups[part.group_id].block_size // self._manager.block_size
         return admitted[(part.numbers + 1) * width - 1]
 

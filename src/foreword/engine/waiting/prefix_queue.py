@@ -9,8 +9,8 @@ A request may be overtaken, within its lane, by later requests that together tak
     arrival     1 (new document)   2 (cached)   3 (cached)   4 (new)   5 (cached)
     service     2   3   5   1   4                  2, 3 and 5 take time from 1, and 5 from 4, within the bound
 
-The time that later requests took from a request depends only on its arrival, and is longest for the oldest request. So
-one sum per lane decides, however many requests wait.
+How long later requests have delayed a request depends only on when that request arrived, and is longest for the oldest
+request. So one sum per lane decides, however many requests wait.
 
 `WaitingPrefixes` sorts waiting requests by the cached parts of their prompts. The cache's ledger reports changes, so
 nothing is looked up again. Keys are chained, so requests with the same first missing block have the same blocks before
@@ -79,8 +79,8 @@ class Family:
 class WaitingPrefixes:
     """Families of waiting requests, kept up to date by the ledger of the first group of layers.
 
-    Some indexes can forget a block but keep the blocks after it. Then a family may count too many blocks until it is
-    looked up. The radix index always forgets the blocks after it, too.
+    Some indexes can forget a block but keep the blocks after it. Then a family may count too many blocks until one of
+    its requests is looked up. The radix index also forgets all blocks after a forgotten block.
     """
 
     def __init__(self, ledger: GroupLedger) -> None:
@@ -232,7 +232,9 @@ class WaitingPrefixes:
         return number < len(keys) and keys[number] in self._ledger
 
     def _num_cached(self, keys: Sequence[BlockHash], low: int, high: int) -> int:
-        """The number of leading cached blocks, from `low` to `high`. No block may be cached after a missing block."""
+        """The number of leading cached blocks, from `low` to `high`. Assumes that no block after a missing block is
+        cached.
+        """
         return bisect.bisect_left(keys, True, low, high, key=lambda key: key not in self._ledger)
 
     def check_integrity(self) -> None:
@@ -265,7 +267,7 @@ class Lane:
         self._passed_by_age = self._by_age[:]
         self._arrivals: list[tuple[tuple[int, int], Request]] = []
         self._overtook: list[tuple[tuple[int, int], float]] = []
-        """(Service key, seconds taken) of each request that overtook a waiting request, in order of arrival."""
+        """(Service key, seconds of delay) of each request that overtook a waiting request, in order of arrival."""
         self._taken_s = 0.0
         """The sum of these seconds."""
 
@@ -329,7 +331,7 @@ class Lane:
     # ------------------------------------------------------------------- bound
 
     def start(self, request: Request, seconds: float) -> None:
-        """Record that a request starts, and takes `seconds` from the requests that came before it."""
+        """Record that a request starts, and so delays the requests that came before it by `seconds`."""
         self.waiting.remove(request)
         while self._arrivals and self._arrivals[0][1] not in self.waiting:
             heapq.heappop(self._arrivals)
@@ -345,7 +347,7 @@ class Lane:
             self._taken_s = 0.0  # so that errors of rounding do not add up
 
     def seconds_taken_from(self, request: Request) -> float:
-        """The seconds that later requests took from a waiting request since it came."""
+        """The seconds by which requests that arrived later, but started earlier, have delayed a waiting request."""
         num_before = bisect.bisect(self._overtook, (request.service_key, float("inf")))
         return self._taken_s - sum(seconds for _, seconds in self._overtook[:num_before])
 
@@ -456,7 +458,7 @@ class PrefixQueue:
 
 
 KEPT = 0.9
-"""The share of its weight that a value keeps at each later step or answer."""
+"""At each step or answer, the weight of all earlier values is multiplied by this number."""
 
 
 class Mean:

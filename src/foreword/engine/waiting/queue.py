@@ -107,8 +107,8 @@ class WaitingQueue(Protocol):
 class TurnQueue:
     """Serves tenants in turn, and the requests of a tenant by service key: by rank, then by arrival.
 
-    A request that does not fit holds up all later requests. A priority orders the requests of one tenant, and takes
-    nothing from another tenant.
+    A request that does not fit holds up all later requests. A priority orders only the requests of one tenant. Other
+    tenants do not wait longer because of it.
     """
 
     def __init__(self, quantum: int, tenant_of: Callable[[Request], Tenant] = attrgetter("tenant")) -> None:
