@@ -28,7 +28,7 @@ LOOK_S = 1.0
 
 
 class FullPasses:
-    """Runs full passes of Python's garbage collector on the event loop. All servers of a process share one collector."""
+    """Runs full passes of Python's garbage collector on the event loop, for all servers of the process."""
 
     def __init__(self, num_running: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
         """`num_running` returns the number of running calls, `clock` the time in seconds."""

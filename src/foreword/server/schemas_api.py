@@ -66,7 +66,7 @@ async def list_schemas(request: Request, tenant: Authorized) -> Response:
 
 @router.get("/v1/pml/schemas/{name}")
 async def get_schema(name: str, request: Request, tenant: Authorized) -> Response:
-    """Report a schema's layout: each module's tokens and positions, and how many tokens of text fit after the module."""
+    """Report a schema's layout: for each module, its tokens and positions, and how many tokens of text fit after it."""
     return _respond(service_of(request).schemas.of_tenant(tenant, name))
 
 
