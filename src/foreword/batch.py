@@ -77,7 +77,7 @@ class Entries:
     starts: Int64Array
     ends: Int64Array
     progress: npt.NDArray[np.void]
-    """[entries]: records of PROGRESS as of the time when the step was planned."""
+    """[entries]: each request's progress, a record of type PROGRESS, when the step was planned."""
     facts: FactRows
     """[entries]"""
     drafts: Drafts = field(default_factory=lambda: NO_DRAFTS)
@@ -203,8 +203,8 @@ class Batch:
     shown: tuple[Shown, ...] = ()
     """The tokens that rows of pictures or embeddings replace."""
     seen_to: IntArray | None = None
-    """[num_tokens]: the end of the positions that each token sees (exclusive), ascending within a request. None: every
-    token sees the positions up to its own position."""
+    """[num_tokens]: for each token, the end (exclusive) of the positions that it sees, ascending within a request.
+    None: every token sees the positions up to its own."""
     expected: IntArray = field(default_factory=lambda: NONE_EXPECTED)
     """[expected, 2]: a token's number in this batch, ascending, and the entry of the previous batch that samples it."""
 
@@ -362,7 +362,7 @@ def _shown(entries: Entries, query_starts: IntArray) -> tuple[Shown, ...]:
 
 
 def _seen_to(entries: Entries, positions: IntArray, query_starts: IntArray) -> IntArray | None:
-    """Return the end of the positions that each token sees (exclusive); None if no token sees a later token."""
+    """For each token, return the end (exclusive) of the positions that it sees; None if no token sees a later token."""
     numbers = (entries.facts["sees_ahead"] & (entries.starts < entries.facts["num_prompt_tokens"])).nonzero()[0]
     if not len(numbers):
         return None

@@ -388,7 +388,7 @@ class PartLinks:
 
 @dataclass(frozen=True, slots=True)
 class LinkExplanation:
-    """The tokens that a method would link in a prompt, by part, whether or not an equal composition is cached."""
+    """The tokens that a method would link in a prompt, by part, as if the prompt itself were not cached."""
 
     method: str
     num_tokens: int
@@ -450,7 +450,7 @@ class LinkedAnswer:
     link: LinkReport
     """Counts of the prompt's linked, computed and cached tokens."""
     first_token_ms: float
-    """Milliseconds from the text to the first token, with the sources cached and nothing else of the prompt."""
+    """Milliseconds from reading the prompt's text to the first token. Of the prompt, only the sources are cached."""
 
 
 def compare_methods(

@@ -492,7 +492,7 @@ class Environment:
     operator_key: str | None = None
     """FOREWORD_OPERATOR_KEY: the key that opens a server's dashboard and metrics."""
     server_secret: str | None = None
-    """FOREWORD_SERVER_SECRET: decides the cache namespaces of a server's tenants."""
+    """FOREWORD_SERVER_SECRET: the secret that enters the names of the tenants' cache namespaces."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:

@@ -16,14 +16,14 @@ from foreword.server.answer_stream import AnswerStream, Delta, Finished, Job, Sh
 
 
 class Acceptance:
-    """Lets the requests of one stream wait until all are accepted. A request that is tried again may come late."""
+    """Lets the requests of one stream wait until all are accepted. If one is tried again, the others wait longer."""
 
     def __init__(self, num_requests: int) -> None:
         self._num_missing = num_requests
         self._all = asyncio.Event()
 
     async def wait(self) -> bool:
-        """Wait for the other requests. True for the last one, which need not wait. Cancelled requests do not count."""
+        """Wait for the other requests. True for the last one, which need not wait. Cancelled ones do not count."""
         if self._all.is_set():
             return False
         self._num_missing -= 1
@@ -67,7 +67,10 @@ class Answering:
         ]
 
     def take(self, messages: Sequence[object]) -> int | None:
-        """Take messages of a replica, in order. Returns the number of cached tokens once the prompt is computed."""
+        """Record messages of a replica, in order.
+
+        If they report that the prompt is computed, returns the number of its cached tokens, otherwise None.
+        """
         cached, deltas = None, list[Delta]()
         for message in messages:
             match message:

@@ -24,7 +24,7 @@ class ReplicaLostError(ForewordError):
 
 
 class Members(Protocol):
-    """Receives news about which replicas there are."""
+    """Learns which replicas join and leave."""
 
     def join(self, name: str, facts: ReplicaFacts) -> None:
         """Called when a replica is ready."""
@@ -37,7 +37,7 @@ class Link(Protocol):
     """The way to replicas by name. All methods must be called on the event loop."""
 
     def start(self, members: Members) -> None:
-        """Begin to report to `members` which replicas there are."""
+        """Begin to tell `members` which replicas join and leave."""
 
     async def stop(self) -> None:
         """Stop the reports."""
