@@ -1,4 +1,4 @@
-"""The prefix cache core: which KV blocks hold which tokens, and who may use them.
+"""The prefix cache core: which KV blocks hold which tokens, and which requests may use the blocks.
 
 The package needs only the standard library and numpy, so any engine can adopt it. It sees token ids, never text,
 tensors or requests. A scheduler needs only `KVCacheManager`. Engines that own their memory use `SlotIndex` if they give

@@ -47,7 +47,7 @@ class CacheEntry:
     num_tokens: int
     """The number of tokens in the prefix that the owner asked to keep."""
     num_whole_tokens: int
-    """The number of those of the `num_tokens` tokens that are in whole blocks."""
+    """The number of tokens in whole blocks, among the `num_tokens` tokens."""
     num_kept_tokens: int
     """The number of leading tokens that are kept; it is lower if the budget was too small or blocks were evicted."""
     until: float
@@ -75,7 +75,7 @@ class _Entry:
 
 
 MAX_ENTRIES, MAX_ENTRIES_BY_OWNER = 16_384, 4_096
-"""The most entries, in all and of one owner. Budgets do not limit the number: many entries may keep the same blocks."""
+"""The most entries in total, and the most of one owner. Budgets do not limit them: entries may keep the same blocks."""
 
 
 class EntryKeeper:
@@ -147,7 +147,7 @@ class EntryKeeper:
         return num_entries < MAX_ENTRIES_BY_OWNER
 
     def set_entry_end(self, name: str, until: float, now: float) -> None:
-        """Move the end of an entry, earlier or later. Does nothing if no entry has this name."""
+        """Set the time at which an entry ends, earlier or later than before. Does nothing if no entry has this name."""
         if self._pins is not None:
             self._pins.set_end(name, until, now)
         if until <= now:

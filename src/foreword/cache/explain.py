@@ -1,6 +1,6 @@
 """Why a lookup ended where it did.
 
-`MissReason` lists the answers; docs/concepts/cache.md says what to do about each.
+`MissReason` lists the possible reasons; docs/concepts/cache.md says what to do about each.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class LookupExplanation:
     num_ghost_tokens: int = 0
     """The number of tokens right after the hit that a pool with twice the blocks would still have held."""
     num_filling_tokens: int = 0
-    """The number of tokens right after the hit that are in a block which the same step computes.
+    """The number of tokens right after the hit that are in a block which the step of this lookup computes.
 
     These tokens are not hits, because requests of one step share only whole blocks."""
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     """Tier -> the number of the hit's tokens that were loaded from this tier while the request waited."""
     load_failure: LoadFailure | None = None
-    """Why the request waited for a tier in vain; None if it did not."""
+    """Why the request waited for a tier in vain; None if it did not wait in vain."""
 
     @property
     def num_missed_tokens(self) -> int:

@@ -126,7 +126,7 @@ class KVCacheManager(EntryKeeper):
         self.below: Below | None = None
         """Says, for explanations, why the tiers below the pool lack a block; None: there are no tiers."""
         self._explanations: dict[int, LookupExplanation] = {}
-        """Row -> the explanation of the lookup that admitted it; empty without a ledger."""
+        """Row -> the explanation of the lookup with which the row was admitted; empty without a ledger."""
         self._sequences: dict[int, TokenSequence] = {}
         self._num_slots: Int64Array = np.zeros(16, np.int64)
         """Row -> number of tokens that the row has room for."""
@@ -543,7 +543,7 @@ class KVCacheManager(EntryKeeper):
     def hold_source(self, sequence: TokenSequence, num_blocks: int) -> BlockIds | None:
         """Hold the first blocks of a sequence, so that the next step can copy them, and count a use of them.
 
-        Returns None, and holds nothing, if one is not cached or this step fills it. Needs one full-attention group.
+        Returns None, holding nothing, if a block is not cached or this step fills it. Needs one full-attention group.
         """
         [table] = self._coordinator.find_longest_cache_hit(sequence).tables
         if len(table) < num_blocks or self._coordinator.fills(table[:num_blocks].tolist()):
@@ -646,7 +646,7 @@ class KVCacheManager(EntryKeeper):
         return self._coordinator.index.num_tails
 
     def num_cached_tokens(self) -> int:
-        """The number of tokens cached in full blocks, in the group with the most. Duplicates count too."""
+        """The number of tokens in cached full blocks, for the group that has the most. Duplicates count too."""
         counts = self._coordinator.num_indexed_by_group()
         return max(count * group.block_size for count, group in zip(counts, self.groups, strict=True))
 

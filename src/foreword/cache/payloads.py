@@ -59,7 +59,7 @@ class PayloadHit(Generic[Payload]):
     num_tokens: int
     """The number of the sequence's leading tokens that the payload holds."""
     num_payload_tokens: int
-    """The number of tokens that the payload holds. If it exceeds `num_tokens`, cut the payload: later tokens differ."""
+    """The number of tokens that the payload holds. If this exceeds `num_tokens`, cut the payload to `num_tokens`."""
     entry_id: int
     """The number of the payload's entry, for `take_out`."""
 

@@ -1,4 +1,4 @@
-"""SlotIndex: finds cached prefixes in memory whose slots an engine gives out itself.
+"""SlotIndex: finds cached prefixes, for an engine that allocates the slots of its memory itself.
 
 For engines that already have an allocator and page tables, as SGLang and mini-sglang have (`BasePrefixCache`):
 

@@ -11,7 +11,7 @@ block got new content while a request still read it, a copy came too late, or th
     memory.read(token_ids, 0, end, table)
 
 `random_prompt` makes prompts that begin alike and differ in salt, adapter and media. `python -m foreword.cache.testing`
-drives the cache's own manager this way.
+drives the cache's own manager with such prompts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Held:
     prefix: int
     """A number for the token's adapter and embeddings, and for all tokens up to this token with their media."""
     salt: str | None
-    """The salt under which it was computed; None if all tenants may read it."""
+    """The salt under which the KV was computed; None if all tenants may read it."""
     position: int
 
 
@@ -113,7 +113,7 @@ class ShadowMemory:
         raise WrongSlotError(f"{where} under salt {salt!r}, but {why}")
 
     def held_by(self, token_ids: npt.ArrayLike, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> list[Held]:
-        """The facts on which the KV of each of these tokens depends. Equal prefixes have equal numbers."""
+        """The facts on which the KV of each of these tokens depends. Equal prefixes have equal `Held.prefix`."""
         contents: list[object] = np.asarray(token_ids).tolist()
         for item in extra_keys.spans:
             for at in range(item.num_tokens):
@@ -202,7 +202,7 @@ def drive_manager(manager: KVCacheManager, rng: random.Random, num_requests: int
 
 
 def main() -> None:
-    """Drive a manager for several block sizes and both indexes, and print the number of hit tokens; each is checked."""
+    """Drive a manager for several block sizes and both indexes, check each hit, and print the number of hit tokens."""
     for size in (1, 2, 4, 8):
         for index in (RadixIndex(40, size), HashIndex(40)):
             num_hits = drive_manager(KVCacheManager(40, block_size=size, index=index), random.Random(size), 100)

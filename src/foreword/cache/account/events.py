@@ -1,4 +1,4 @@
-"""Events of the cache: which prefixes it starts and stops holding.
+"""Events of the cache: which prefixes become findable, and which are forgotten.
 
 The events and their fields are those that vLLM publishes. Keys are bytes, and `medium` is "device", not vLLM's "GPU".
 """

@@ -1,4 +1,4 @@
-"""CacheLedger: the keys that the cache holds and has held, so that it can say why it missed.
+"""CacheLedger: the keys that the cache holds and has held, so that it can say why a lookup missed.
 
 The coordinator reports what it indexes and forgets. The ledger answers:
 
@@ -192,7 +192,7 @@ class GroupLedger:
         return num_removed
 
     def drop_oldest_ghosts(self) -> None:
-        """Keep at most one ghost for each block of the pool.
+        """Keep at most one ghost (the key of an evicted block) for each block of the pool.
 
         Call this only after a request that evicted blocks has stored its own blocks: storing a block removes the ghost
         with the block's key. In a pool of twice the size, that block would have been a hit, and would have evicted
@@ -295,7 +295,7 @@ class GroupLedger:
             del self._variants[plain]
 
     def _report_stored(self, events: EventLog, sequence: TokenSequence, new: Sequence[int]) -> None:
-        """Append an event per run of consecutive blocks. Events of blocks before an aLoRA adapter name no adapter."""
+        """Append an event for each run of consecutive blocks. Events of blocks before an aLoRA name no adapter."""
         hashes, width, adapter = sequence.block_hashes(), self.width, sequence.extra_keys.adapter
         size = width * sequence.block_size
         adapted = sequence.extra_keys.adapter_offset // size
@@ -327,7 +327,7 @@ Place = tuple[BlockHash, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The content of a tail, whichever block holds it."""
+    """The content of a tail (a partly filled block), without the number of the block that holds it."""
 
     place: Place
     tokens: bytes
@@ -339,8 +339,8 @@ class Tail:
 class TailAccount:
     """The tails of one pool. Remembers the last `max_evicted` evictions of tails, so that a lookup can report them.
 
-    A tail is a partly filled block: it has no key of its own. It is identified by the key of the block before it, its
-    block's extra keys, and its tokens.
+    A tail is a partly filled block: it has no key of its own. A tail is identified by the key of the block before it,
+    the extra keys of its block, and its tokens.
     """
 
     def __init__(self, max_evicted: int) -> None:
@@ -449,7 +449,7 @@ class CacheLedger:
         return self.groups[-1]
 
     def begin_step(self) -> None:
-        """Begin a step; evictions from now on carry its number."""
+        """Begin a step. Evictions from now on are recorded with the number of this step."""
         self._num_steps += 1
         for group in self.groups:
             group.drop_oldest_ghosts()
@@ -488,7 +488,7 @@ class CacheLedger:
             self.events.append(AllBlocksCleared())
 
     def check_integrity(self, num_indexed: int) -> None:
-        """Raise AssertionError if an account contradicts itself, or an index that holds `num_indexed` blocks."""
+        """Raise AssertionError if an account contradicts itself, or if not `num_indexed` blocks are findable."""
         for group in self.groups:
             group.check_integrity()
         self.tails.check_integrity()

@@ -43,7 +43,7 @@ class SessionBlocks:
         """Row -> the number of the row's session, and the number of the row's leading blocks that everybody may use."""
 
     def begin(self, session: Hashable, request_id: str, row: int, num_public_blocks: int = 0) -> None:
-        """Record that a session uses a row's blocks. A preempted request keeps the session's number from its start."""
+        """Record that a session uses a row's blocks. A preempted request keeps its session's number."""
         number = self._of_request.get(request_id)
         if number is None:
             number = self._of_request[request_id] = self._number_of(session)
@@ -66,7 +66,7 @@ class SessionBlocks:
         self._of_row.pop(row, None)
 
     def end(self, request_id: str) -> int | None:
-        """Record that a request has ended; returns its session's number if it was the last of a closed session."""
+        """Record the end of a request. If it was the last request of a closed session, return the session's number."""
         number = self._of_request.pop(request_id, None)
         if number is None:
             return None

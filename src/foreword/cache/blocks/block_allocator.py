@@ -5,7 +5,7 @@ each block, the free blocks and the index of keys. The method and the names are 
 
 A block is mutable until it is full. A full block has a key (its content hash, which identifies the whole chain up to
 it), can be found, and never changes. If another block already has that key, the chain continues with the other block,
-and the new one is freed.
+and the new block is freed.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class PrefixCachingBlockAllocator:
     def allocate_immutable_blocks(
         self, prev_block: PrefixCachingBlock | None, block_token_ids: Iterable[Sequence[int]]
     ) -> list[PrefixCachingBlock]:
-        """`allocate_immutable_block` for blocks that follow each other: all or none. Raises AllocationError."""
+        """`allocate_immutable_block` for consecutive blocks. If one fails, frees all and raises AllocationError."""
         blocks: list[PrefixCachingBlock] = []
         try:
             for token_ids in block_token_ids:
@@ -106,11 +106,11 @@ class PrefixCachingBlockAllocator:
         return PrefixCachingBlock(prev_block, block_id, self._hash_fn)
 
     def append_token_ids(self, block: PrefixCachingBlock, token_ids: Sequence[int]) -> None:
-        """Append tokens to a mutable block. If the block is full then, lookups find it by its key.
+        """Append tokens to a mutable block. If the tokens fill the block, lookups find it by its key from now on.
 
-        If a cached block already has this key, `block` takes the cached block's id, and its own id is freed. A block
-        that a fork holds too is copied before tokens are appended (`clear_copy_on_writes`). Raises AllocationError for
-        more tokens than fit, for a block that was freed, or if no block is free for the copy.
+        If a cached block already has this key, `block` gets the cached block's id, and the block's own id is freed. A
+        block that a fork holds too is copied before tokens are appended (`clear_copy_on_writes`). Raises
+        AllocationError for more tokens than fit, for a block that was freed, or if no block is free for the copy.
         """
         room = self.block_size - len(block.token_ids)
         if len(token_ids) > room or block.block_id is None:
@@ -134,13 +134,13 @@ class PrefixCachingBlockAllocator:
         block.block_id = hit[0].block_id
 
     def _copy_on_write(self, block: PrefixCachingBlock, shared_id: int) -> None:
-        """Give the chain a block of its own before it writes into a shared one."""
+        """Give the chain its own copy of a shared block, before the chain writes into the block."""
         block.block_id = self.allocate_mutable_block(block.prev_block).block_id
         self._pool.free_blocks(_ids(shared_id))
         self._copies.append((shared_id, _held(block)))
 
     def clear_copy_on_writes(self) -> list[tuple[int, int]]:
-        """Blocks to copy before the next step writes anything: (source, target) in order, each returned once."""
+        """Copies to make before the next step writes anything: (source, target), in order. Each is returned once."""
         copies, self._copies = self._copies, []
         return copies
 

@@ -114,7 +114,7 @@ class BlockPool:
         return self.free_block_ids()[:count] if count else NO_BLOCKS
 
     def _take_early(self, count: int) -> BlockIds:
-        """Take `count` blocks if there are free tails or given-up blocks, which go before other cached blocks."""
+        """Take `count` blocks while tails or given-up blocks are free; these are taken before other cached blocks."""
         parts = [self._free.popleft(min(count, self._free.num_empty))]
         count -= len(parts[0])
         parts.append(self._given_up.free.popleft(min(count, len(self._given_up.free))))
@@ -126,8 +126,8 @@ class BlockPool:
     def give_up(self, block_ids: BlockIds) -> int:
         """Let these (distinct) cached blocks, once they are free, be taken before tails, in this order.
 
-        Blocks that were given up earlier go first. Tails stay tails. Returns the number of blocks that this call gave
-        up, without tails and blocks that were given up already.
+        Blocks that were given up earlier are taken first. Tails stay tails. Returns the number of blocks that this call
+        gave up, without tails and blocks that were given up already.
         """
         tails, given_up = self._tails, self._given_up
         block_ids = block_ids.compress(~(tails.free.holds(block_ids) | given_up.free.holds(block_ids)))
@@ -163,7 +163,9 @@ class BlockPool:
         self._ref_counts[block_ids] = counts + 1
 
     def free_blocks(self, block_ids: BlockIds) -> None:
-        """Remove a holder of these (distinct) blocks. Blocks without a holder become free, in the order given."""
+        """Remove one holder of each of these (distinct) blocks. Blocks left without one become free, in the order
+        given.
+        """
         counts = self._ref_counts.take(block_ids) - 1
         self._ref_counts[block_ids] = counts
         if np.count_nonzero(counts):  # usually the blocks have no other holder
@@ -388,13 +390,13 @@ class KVCacheBlock:
 
     @property
     def is_null(self) -> bool:
-        """Whether it stands for no block: a table entry that the group does not need."""
+        """Whether the object stands for no block: a table entry that the group does not need."""
         return self.block_id < 0
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheBlocks:
-    """A request's blocks by group of layers, as objects, in vLLM's form (`KVCacheManager.get_blocks`)."""
+    """A request's blocks by group of layers, as objects with vLLM's interface (`KVCacheManager.get_blocks`)."""
 
     blocks: tuple[Sequence[KVCacheBlock], ...]
 

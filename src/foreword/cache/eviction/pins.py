@@ -39,8 +39,8 @@ class PinnedPolicy:
     A block whose content is forgotten loses its pins. At most `max_share` of the pool can be pinned, because a fully
     pinned pool would have no eviction policy. One owner can pin at most `max_owner_share` of the pool.
 
-    The inner policy counts pinned free blocks as held. The cost beyond the inner policy is O(1) a block, and O(log
-    pins) for each pin that starts or ends.
+    The inner policy counts pinned free blocks as held. Pins cost O(1) more for each block, and O(log pins) for each pin
+    that starts or ends.
     """
 
     def __init__(
@@ -60,15 +60,16 @@ class PinnedPolicy:
         """The number of pinned blocks that were evicted because no other block was free."""
         self._pins: dict[Hashable, _Pin] = {}
         self._holders: dict[int, dict[str | None, set[Hashable]]] = {}
-        """Names of the pins that have a block, by block id and owner."""
+        """Block id -> owner -> names of the owner's pins that have the block."""
         self._ending_at: dict[int, set[Hashable]] = {}
-        """Names of the pins that a hit refreshes, by their last block."""
+        """Block id -> names of the pins that a hit refreshes and whose last block has this id."""
         self._is_pinned: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self._is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self._is_free: npt.NDArray[np.bool_] = np.ones(num_blocks, np.bool_)
         self._queue = FreeKVCacheBlockQueue.empty(num_blocks)
         self._ends: list[tuple[float, int, Hashable]] = []
-        """Heap of (time, number, pin). At this time the pin ends; the entry is put back if the end has moved later."""
+        """Heap of (time, number, pin). The pin ends at this time. If the end has moved later, the entry is put back
+        into the heap."""
         self._num_pushed = 0
         self._now = -np.inf
 
@@ -133,7 +134,7 @@ class PinnedPolicy:
                 yield block_id
 
     def set_end(self, pin: Hashable, until: float, now: float) -> None:
-        """Move the end of a pin, earlier or later. Does nothing if there is no such pin."""
+        """Set the time at which a pin ends, earlier or later than before. Does nothing if there is no such pin."""
         held = self._pins.get(pin)
         if held is None:
             return

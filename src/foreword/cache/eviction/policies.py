@@ -19,7 +19,7 @@ from foreword.errors import ConfigError
 
 
 class LruPolicy(FreeKVCacheBlockQueue):
-    """First the blocks that hold nothing, the last freed first; then cached blocks, the least recently freed first.
+    """First come blocks that hold nothing, the last freed first; then cached blocks, the least recently freed first.
 
     The order is exactly vLLM's. A hit removes its blocks from the queue. When the request ends, these blocks join the
     queue's tail, the last block first. So blocks are evicted in the order of their last use, and within a request the

@@ -52,7 +52,7 @@ class EvictionPolicy(Protocol):
         """A new array of all free blocks, in the order in which they would be taken. Changes nothing."""
 
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        """Record that these held blocks, which held nothing, were cached; block i is number `depths[i]` of its prefix.
+        """Record that these held blocks, empty until now, were cached; block i is number `depths[i]` of its prefix.
 
         The policy may begin to store facts about the blocks' contents. The order of the free blocks does not change.
         """
@@ -96,7 +96,7 @@ class LearningPolicy(Protocol):
 
 
 class EmptyFirstPolicy(ABC):
-    """First the blocks that hold nothing, the last freed first; then cached blocks, in the subclass's order.
+    """First come blocks that hold nothing, the last freed first; then cached blocks, in the subclass's order.
 
     The subclass keeps the free cached blocks (`_add`, `_discard`, `_take`, `_kept`), and may record facts about the
     contents of all cached blocks (`_learn`, `note_hit`, `_unlearn`).

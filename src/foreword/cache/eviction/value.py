@@ -1,7 +1,7 @@
 """The `value` policy: keep the blocks that are most likely to be hit per unit of memory and time.
 
-A prompt that many requests repeat stays; a flood of prompts that nobody repeats goes quickly. The policy learns from
-the traffic which kinds of blocks return.
+Blocks of a prompt that many requests repeat stay cached. Blocks of prompts that nobody repeats are evicted early, even
+if there are many such prompts. The policy learns from the traffic which kinds of blocks are used again.
 
 The policy counts time in uses: each block that a request frees is one use. docs/decisions/0010-value-policy.md lists
 the variants that were tried.
@@ -48,7 +48,7 @@ classes happen to end."""
 HORIZON = 32
 """The highest age that the policy distinguishes, in uses per block of the pool."""
 MIN_REMEMBERED = 1 << 16
-"""The number of uses that the policy remembers at least, even in a small pool."""
+"""The least number of uses that the policy remembers, even in a small pool."""
 PRIOR_HAZARD = 0.05
 """The hazard of every bin of ages before there is evidence. With it, a block's value falls with age, as in LRU."""
 PRIOR_WEIGHT = 20.0
@@ -60,7 +60,7 @@ MEMORY_CAPACITIES = 16
 """In large pools, evidence counts half after this number of uses per block of the pool."""
 BINS_PER_DOUBLING = 2
 STEPS_PER_DOUBLING = 4
-"""Values within one step count as equal, and the order is LRU, because estimates are not more precise than a step."""
+"""Values are rounded to steps, because estimates are not more precise. Among equal values, the order is LRU."""
 BATCH_SHARE = 32
 """A batch of the first blocks in the ranking, 1/32 of the pool, keeps its order even after other blocks are used. So
 sorting costs amortised O(log n) a block."""
@@ -391,7 +391,7 @@ class ValuePolicy(EmptyFirstPolicy):
         return np.concatenate(parts)
 
     def _rank(self) -> None:
-        """Sort all free cached blocks. The order is valid until a block changes; for the first batch, even longer."""
+        """Sort all free cached blocks. When a block changes, only the order of the first batch stays valid."""
         self._ranking = self._by_value(self._is_free & self._is_cached)
         self._ranked_entries = self._entry[self._ranking]
         self._place = 0
@@ -402,7 +402,7 @@ class ValuePolicy(EmptyFirstPolicy):
         self._batch_end = min(self._batch_end, max(self._num_blocks // BATCH_SHARE, self._place))
 
     def _stands(self, places: slice) -> npt.NDArray[np.bool_]:
-        """Whether each block in these places is still free and unused since the ranking."""
+        """Whether each block in these places of the ranking is still free, and was not used since the ranking."""
         block_ids = self._ranking[places]
         stands: npt.NDArray[np.bool_] = self._is_free[block_ids] & self._is_cached[block_ids]
         stands &= self._entry[block_ids] == self._ranked_entries[places]

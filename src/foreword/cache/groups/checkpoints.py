@@ -69,7 +69,7 @@ class StateCheckpoints:
     def next_after(self, positions: Sequence[int], start: int) -> int:
         """The first position after `start` at which a state is saved.
 
-        The position is the next multiple of `interval`, or one of `positions` that is earlier.
+        The position is the next multiple of `interval` or, if it comes earlier, the next of `positions`.
         """
         at = bisect.bisect_right(positions, start)
         by_interval = (start // self.interval + 1) * self.interval

@@ -1,4 +1,4 @@
-"""KVCacheCoordinator: the groups' tables over one pool, and the hits on which all groups agree.
+"""KVCacheCoordinator: the block tables of all groups, and the hits on which all groups agree.
 
 A coordinator belongs to one KVCacheManager. The base class gives blocks to rows of the tables; each request has a row.
 Three subclasses, named as in vLLM v1, decide which blocks are found:
@@ -148,13 +148,13 @@ class KVCacheCoordinator(ABC):
     # ------------------------------------------------- tails: only some indexes of one full group have them
 
     def partial_block(self, sequence: TokenSequence) -> PartialBlock | None:
-        """The cached part of the block after the last cached full block, even if this step fills it."""
+        """The cached part of the block after the last cached full block, even if this step still fills that block."""
         return None
 
     def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:  # noqa: B027 - most have none
         """Of the row's first `num_tokens` tokens, index those after the last full block as a tail.
 
-        The caller closes the row next.
+        After this call, the caller closes the row.
         """
 
     # ------------------------------------------------- reasons of misses; they need a ledger
@@ -285,8 +285,8 @@ class KVCacheCoordinator(ABC):
         num_new = int(counts.sum())
         if num_new > self.pool.get_num_free_blocks():
             return self._grow_one_by_one(rows, starts, ends)
-        # The rows get the same blocks as with one call for each row. In order, they take blocks from the queue's head
-        # that were free before this call, because blocks that the rows release join the queue's tail.
+        # The rows get the same blocks as with one call for each row. They take blocks from the queue's head, which were
+        # free before this call: blocks that the rows release join the queue's tail.
         if self._releases:
             self._release_each(rows, starts)
         if num_new:

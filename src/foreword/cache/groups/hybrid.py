@@ -19,7 +19,7 @@ from foreword.cache.keys.sequence import TokenSequence, keys_of_group
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
-    """Any groups, each with its own block size, over one pool, with an index of hash keys.
+    """Serves any groups, each with its own block size. They share one pool and an index of hash keys.
 
     Other indexes cannot serve these groups (see `hash_index`). A sequence's block size divides every group's block
     size.
@@ -203,7 +203,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         return next((reason for reason in reasons if reason is not None), None)
 
     def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
-        """The count in the group that keeps the most blocks; it is an upper bound for the other groups."""
+        """The number of tokens for the group that keeps the most blocks; it is an upper bound for the other groups."""
         group_id = self._order[0]
         reason = self._reason_of(group_id, sequence, hit)
         if reason is None or reason[0] is not MissReason.EVICTED:

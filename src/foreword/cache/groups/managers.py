@@ -36,7 +36,7 @@ BlockFinder = Callable[[BlockHash], int | None]
 
 
 class _Sizes:
-    """Fields that are numbers of tokens or positions. Raises ConfigError for a number below 1."""
+    """A spec whose fields are numbers of tokens or positions. Raises ConfigError for a number below 1."""
 
     def __post_init__(self) -> None:
         for name, value in ((field.name, getattr(self, field.name)) for field in fields(self)):  # type: ignore[arg-type]
@@ -104,11 +104,11 @@ GroupSpec = FullAttentionSpec | SinkFullSpec | SlidingWindowSpec | ChunkedLocalS
 class SingleTypeKVCacheManager(ABC):
     """One group's tables, and the rules of its attention type. The coordinator opens and closes rows.
 
-    This base class serves attention over a suffix of the sequence, which begins with `first_needed_block`.
+    This base class serves attention over a suffix of the sequence. The suffix begins with `first_needed_block`.
     """
 
     only_appends = True
-    """Whether a table grows only by new blocks."""
+    """Whether `extend` only appends new blocks to a table."""
     releases_blocks = True
     """Whether blocks are released while a request runs."""
     hits_every_prefix = False
@@ -259,7 +259,7 @@ class SingleTypeKVCacheManager(ABC):
 
 
 class FullAttentionManager(SingleTypeKVCacheManager):
-    """Needs all blocks. The only type in which each beginning of a hit is a hit, so its groups are looked up first."""
+    """Needs all blocks. Only in this type, each beginning of a hit is a hit, so its groups are looked up first."""
 
     releases_blocks = False
     hits_every_prefix = True
@@ -320,7 +320,7 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
 
 
 class MambaManager(SingleTypeKVCacheManager):
-    """Needs only the last state. A request holds one block; its steps overwrite the block and move it along the table.
+    """Needs only the last state. A request holds one block; its steps overwrite it and move it to later table entries.
 
         block size 4      entries     step computes
         start 0, end 6    - 5         positions 0 to 5, into block 5

@@ -20,7 +20,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     """One group that needs all its blocks; any index can find its hits.
 
     With `deduplicate`, as in vLLM v0, a request does not keep a second copy of an indexed block: after the step that
-    filled the copy, the table takes the indexed block, and the copy is freed.
+    filled the copy, the indexed block replaces the copy in the table, and the copy is freed.
     """
 
     index: PrefixIndex
@@ -172,7 +172,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             self.forget(superseded.compress(self.pool.is_tail(superseded)), EvictionCause.DUPLICATE)
 
     def _deduplicate(self, row: int, first: int, block_ids: BlockIds) -> None:
-        """Let the row's table take the indexed blocks in place of copies, and free the copies."""
+        """Replace copies in the row's table by the indexed blocks, and free the copies."""
         table = self._manager.tables.row(row)
         for number, block_id in enumerate(block_ids.tolist(), first):
             original = self.index.original_of(block_id)

@@ -48,7 +48,9 @@ def get_group_id(key: BlockHashWithGroupId) -> int:
 
 
 class BlockHashToBlockMap(Generic[Key]):
-    """Blocks of one group by key. Lookups find the first block with a key; later blocks with it are duplicates."""
+    """Blocks of one group by key. Lookups find the first block with a key; later blocks with this key are
+    duplicates.
+    """
 
     def __init__(self) -> None:
         self.block_of: dict[Key, int] = {}

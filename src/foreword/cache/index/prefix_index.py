@@ -89,7 +89,7 @@ class PrefixNode:
     """Consecutive cached tokens after the parent's tokens, for display. A copy, valid even after the cache changes."""
 
     node_id: int
-    """Stays the same while the node exists; the lower part of a split node keeps it."""
+    """Stays the same while the node exists. If the node is split, the lower part keeps this id."""
     parent_id: int | None
     salt: str | None
     """The salt under which lookups find the node; None if they find it without a salt."""

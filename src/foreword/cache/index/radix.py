@@ -1,7 +1,7 @@
 """RadixIndex: finds the blocks of a prefix by comparing tokens instead of hashing them.
 
-The method is SGLang's RadixAttention tree, with blocks. An edge holds a run of tokens. The children of a node differ in
-their first token. A node splits where sequences diverge, at any token.
+The tree is that of SGLang's RadixAttention, but with blocks. An edge holds consecutive tokens. The children of a node
+differ in their first token. A node splits where sequences diverge, at any token.
 
     block size 4, sequences ABCDEFGH (blocks 0 1) and ABCDEFXY (blocks 0 2)
 
@@ -107,7 +107,7 @@ class RadixIndex:
 
     def clear(self) -> None:
         self._roots: dict[Namespace, RadixNode] = {}
-        """One tree for each namespace. A namespace is everything except tokens that must be equal for a hit."""
+        """One tree for each namespace. A namespace is everything that must be equal for a hit, except tokens."""
         self._namespace_of: dict[int, Namespace] = {}
         self._nodes: dict[int, RadixNode] = {}
         self._num_made = 0
@@ -298,7 +298,7 @@ class RadixIndex:
         return self._root(_namespace(sequence.extra_keys)), 0
 
     def _add_duplicates(self, node: RadixNode, start: int, end: int, first: int, block_ids: BlockIds) -> None:
-        """Record which of `block_ids` (from number `first` on) duplicate the node's blocks in `start` to `end`."""
+        """Record which of `block_ids` (from number `first` on) duplicate blocks that end at `start` to `end`."""
         size = self._block_size
         for number in range(max(first, start // size), min(end // size, first + len(block_ids))):
             original = int(node.block_ids[number - node.start // size])

@@ -44,7 +44,7 @@ class Digester(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HashFunction:
-    """Turns a block's parent, tokens and extra keys into its key."""
+    """Computes a block's key from the block's parent, tokens and extra keys."""
 
     name: str
     new: Callable[[bytes], Digester]
@@ -113,13 +113,13 @@ SPAN_KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
 
 @dataclass(frozen=True, slots=True)
 class KeyedSpan:
-    """Tokens of a prompt whose KV depends on more than the token ids up to them."""
+    """Consecutive tokens of a prompt. Their KV depends on more than their token ids and the token ids before them."""
 
     kind: SpanKind
     """media: placeholders of an image, sound or video. link: tokens that are copied (`linked_span`). jump: a token
     whose position jumps."""
     digest: str
-    """A digest of what else the tokens' KV depends on, such as the content of a picture and how it was prepared."""
+    """A digest of all else on which the tokens' KV depends, such as a picture's content and how it was prepared."""
     offset: int
     """Position of the first token."""
     num_tokens: int
@@ -156,7 +156,7 @@ def jump_span(token_id: int, *, index: int, position: int) -> KeyedSpan:
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """Everything except token ids on which a prompt's KV depends, or that must keep prompts apart.
+    """What a prompt's keys contain besides token ids: all else on which its KV depends, and what keeps prompts apart.
 
     Two requests share a block only if their extra keys for that block are equal.
     """
@@ -167,7 +167,7 @@ class ExtraKeys:
     adapter_offset: int = 0
     """The position of the first token that the adapter computes; all requests share the tokens before it."""
     salt: str | None = None
-    """The tenant's salt; part of one block's keys, and so of all keys after it in the chain."""
+    """The tenant's salt; an extra key of the block at `salt_offset`, and so part of all later keys in the chain."""
     salt_offset: int = 0
     """The position of the first token under the salt; all requests share the tokens before it."""
     spans: tuple[KeyedSpan, ...] = ()

@@ -155,7 +155,7 @@ class TokenSequence:
         return self._generated[start:]
 
     def block_hashes(self) -> list[BlockHash]:
-        """Keys of all full blocks; hashes only blocks that filled since the last call.
+        """Keys of all full blocks; hashes only blocks that became full since the last call.
 
         Do not change the list: the sequence keeps it.
         """

@@ -1,4 +1,4 @@
-"""Numbers that stand for spans, such as pictures, in an index of tokens, and for salts and adapters at their begin."""
+"""Numbers that an index stores in place of tokens: for spans, such as pictures, and where a salt or adapter begins."""
 
 from __future__ import annotations
 
