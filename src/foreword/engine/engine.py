@@ -74,7 +74,7 @@ class Engine:
         self.manager = manager
         self._tiers = tiers or TierDirector.of_none(manager)
         self.clock: Callable[[], float] = time.monotonic
-        """Returns the time in seconds. Pins end by this clock, and steps are timed by it."""
+        """Returns the time in seconds. Both the ends of pins and the times of steps are measured by this clock."""
         encoder = self._encoder = runner.encoder if isinstance(runner, SeeingRunner) else None
         self.scheduler = Scheduler(manager, config, self._tiers, encoder, clock=lambda: self.clock())
         self.limits = limits

@@ -96,7 +96,7 @@ class EntryFile:
 
 
 class Keeper:
-    """Makes, changes and ends entries. The cache itself ends entries whose time is over, and keeps to budgets."""
+    """Makes, changes and ends cache entries. The cache itself ends entries whose time is over, and enforces budgets."""
 
     def __init__(
         self,

@@ -74,9 +74,9 @@ class Linking:
     def hold_for(self, waiting: Iterable[Request]) -> None:
         """Let the first linked request in the queue hold the sources that the pool has. Call it before planning a step.
 
-        The sources that this request lacks are computed, as when a request arrives. For each other tenant, the sources
-        that its first request lacked when it was tried are computed, too. Otherwise that request would wait for the
-        linked requests of all other tenants.
+        The sources that this request lacks are computed, as when a request arrives. The first linked request of each
+        other tenant may have lacked sources when the scheduler tried to start it. These sources are computed, too.
+        Otherwise that request would wait for the linked requests of all other tenants.
         """
         if not self._linked:
             return
@@ -168,7 +168,9 @@ class Linking:
         return request.service_key, request.tenant
 
     def _place_before(self, request: Request) -> tuple[int, int]:
-        """A service key before that of a linked request, and after those of the requests before it."""
+        """A service key that is lower than that of a linked request, but higher than those of the requests before the
+        linked request.
+        """
         self._num_places += 1 if (self._num_places + 1) % SOURCE_KEYS else 2  # 0 is the linked request's own key
         rank, last = request.service_key
         return rank, last - self._num_places % SOURCE_KEYS
@@ -199,7 +201,9 @@ class Linking:
     def without_runs(
         self, rows: Int64Array, starts: Int64Array, ends: Int64Array
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Leave linked tokens out of the rows' spans. A row may then have several ranges, in ascending order."""
+        """Leave linked tokens out of the spans that the rows compute. A row may then have several ranges, in ascending
+        order.
+        """
         if not self._held:
             return rows, starts, ends
         ranges: list[tuple[int, int, int]] = []

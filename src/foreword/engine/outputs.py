@@ -28,7 +28,8 @@ class TextStream(Protocol):
 
 
 OpenTextStream = Callable[[SamplingParams, Sequence[int]], TextStream]
-"""Opens a stream for one answer. The tokens are those whose text the answer continues; empty if it begins anew."""
+"""Opens a stream for one answer. The tokens are those whose text the answer continues; there are none if the answer's
+text begins anew."""
 
 
 @dataclass(slots=True)

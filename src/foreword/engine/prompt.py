@@ -1,4 +1,6 @@
-"""An engine's inputs: prompts and, once for all prompts, its model's limits, its keys and its text tools."""
+"""The inputs of an engine: prompts and, for all prompts together, the model's limits, the block keys and the text
+tools.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class ModelLimits:
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
     longer_by: str | None = "raise max_model_len"
-    """Advice for errors on how to raise `max_model_len`; None: the model has no more positions."""
+    """Advice in error messages: how to raise `max_model_len`. None: the model has no more positions."""
     allows_links: bool = False
     """Whether KV can be moved to other positions, so that prompts may have links."""
     hidden_size: int | None = None
@@ -62,7 +64,8 @@ class TextTools:
 
 
 BREAKPOINT, RESOURCE = "breakpoint", "resource"
-"""Sources of entries, as PIN is: BREAKPOINT for marks in requests, RESOURCE for prefixes that an API names."""
+"""Sources of cache entries, like PIN. BREAKPOINT: marks in requests. RESOURCE: prefixes that a client names through an
+API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt: tokens to continue, and their place in cache and queue."""
+    """A prompt: the tokens to continue, and what decides their block keys and their place in the queue."""
 
     token_ids: npt.NDArray[np.int32]
     text: str | None = None
@@ -129,7 +132,9 @@ class Prompt:
     """The owner's session to which the request belongs; None: it belongs to no session."""
 
     def prefix(self, num_tokens: int) -> Prompt:
-        """The first `num_tokens` tokens, and the rest of a picture in which they end. No link may replace them."""
+        """A prompt of the first `num_tokens` tokens and, if they end inside a picture, of the rest of the picture's
+        tokens. No link may replace any of these tokens.
+        """
         spans = tuple(span for span in self.extra_keys.spans if span.offset < num_tokens)
         end = max([num_tokens, *(span.end for span in spans)])
         pictures = tuple(placed for placed in self.pictures if placed.offset < end)

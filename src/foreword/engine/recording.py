@@ -59,7 +59,7 @@ class Recording:
         return moved
 
     def _check(self, entries: Entries, numbers: Int64Array, result: BatchResult) -> dict[int, int]:
-        """Count each entry's drafts before its first wrong draft, and free the slots of all other drafts."""
+        """For each entry, count the drafts before the first wrong draft, and free the slots of the later drafts."""
         right = {}
         ends, result_rows = entries.known_ends(), entries.result_rows()
         for number in numbers.tolist():

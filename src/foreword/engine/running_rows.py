@@ -35,7 +35,8 @@ class RunningRows:
         self._requests: npt.NDArray[np.object_] = np.empty(16, object)
         self._sequences: npt.NDArray[np.object_] = np.empty(16, object)
         self._stop_ids: frozenset[int] = frozenset()
-        """The tokens that end any request added since the rows were last empty: a quick first test."""
+        """A quick first test: a token that is not among these is a stop token of no request. These are the stop tokens
+        of all requests that were added since the rows were last empty."""
         self._num_stays = 0
 
     def __len__(self) -> int:

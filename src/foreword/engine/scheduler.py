@@ -1,4 +1,4 @@
-"""Scheduler: which tokens of which requests run next.
+"""Scheduler: decides which tokens of which requests the next step computes.
 
 There are no phases: every request has tokens that are known and tokens that are computed, and each step computes some
 of the difference. Prefill, chunked prefill, decoding and resuming after preemption are all this one case.
@@ -53,7 +53,8 @@ class Scheduler:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tiers`: the tiers below the pool; None: there are no tiers. `clock` returns seconds, and times steps.
+        """`tiers`: the tiers below the pool; None: there are no tiers. `clock` returns seconds; it measures how long
+        steps take.
 
         `encoder`: None if the model takes no pictures.
         """
@@ -358,7 +359,7 @@ class Scheduler:
     # -------------------------------------------------------------------- exit
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests wherever they are; unknown and finished ids are ignored."""
+        """End requests, whether they run or wait. Unknown and finished ids are ignored."""
         for request_id in request_ids:
             if request_id in self._requests:
                 self.finish(request_id, "abort")

@@ -32,7 +32,7 @@ class Snapshot:
     totals: PrefixCacheStats
     """Counters since the engine started: a reset does not lower them."""
     recent_hit_rate: float
-    """Share of the tokens that were hits, over the last 1,000 requests."""
+    """The tokens that were found, as a share of the queried tokens of the last 1,000 requests."""
     evictions: Counter[EvictionCause]
     """Cached blocks that were forgotten since the engine started; empty without a ledger."""
     block_states: npt.NDArray[np.uint8]
@@ -48,7 +48,7 @@ class Snapshot:
     num_sink_blocks: int
     """Blocks that hold attention sinks forever."""
     usage: float
-    """Share of the blocks that requests hold, 0.0 to 1.0."""
+    """The blocks that requests hold, as a share of all blocks, 0.0 to 1.0."""
     has_ledger: bool
     """Whether the cache can say why it missed."""
     num_running: int
@@ -159,11 +159,11 @@ class CacheReport:
     """The prefix cache's results so far."""
 
     hit_rate: float
-    """Share of the queried tokens that were found, 0.0 to 1.0."""
+    """The tokens that were found, as a share of the queried tokens, 0.0 to 1.0."""
     total_cached_tokens: int
     """Tokens whose KV is in the cache now."""
     cache_utilization: float
-    """Share of the blocks that hold cached KV, 0.0 to 1.0."""
+    """The blocks that hold cached KV, as a share of all blocks, 0.0 to 1.0."""
     requests: int
     """Prompts that were looked up. Several answers to one prompt (`n`) count once."""
     queried_tokens: int

@@ -100,7 +100,7 @@ class LLM:
         self.kv_block_bytes = self.layout.bytes_per_block
         """Bytes of one block of the pool."""
         self.event_addresses = {} if parts.publisher is None else parts.publisher.addresses
-        """The addresses at which cache events are published, by the name of the option."""
+        """Name of an option -> the address at which cache events are published."""
         self._default_sampling, self.pooling = parts.default_sampling, parts.pooling
         self._engine: Engine | None = parts.engine
         self._close_engine = weakref.finalize(self, parts.close)
@@ -185,12 +185,13 @@ class LLM:
         """Answer one conversation (a list of {"role", "content"}) or several, and return the outputs in the same order.
 
         `tools` are functions in OpenAI's form that the prompt describes. `outputs[0].reply` has content, reasoning and
-        calls; `text` also has their markers. After `thinking_budget` tokens of thinking the model must answer.
-        `chat_template_kwargs` are further inputs of the chat template, such as {"enable_thinking": False};
-        `chat_template` replaces the tokenizer's template. With `add_generation_prompt=False` the prompt ends after the
-        last message. With `continue_final_message=True` it ends inside the last message, and the answer continues it.
-        `lora_request` is as in `generate`. With `link`, a conversation that was cut or changed in the middle reuses the
-        part after the change. `edited_from` is then the output for the earlier conversation, or all its tokens.
+        tool calls; `outputs[0].text` also has the markers around them. After `thinking_budget` tokens of thinking the
+        model must answer. `chat_template_kwargs` are further inputs of the chat template, such as {"enable_thinking":
+        False}; `chat_template` replaces the tokenizer's template. With `add_generation_prompt=False` the prompt ends
+        after the last message. With `continue_final_message=True` it ends inside the last message, and the answer
+        continues it. `lora_request` is as in `generate`. With `link`, a conversation that was cut or changed in the
+        middle reuses the part after the change. `edited_from` is then the output for the earlier conversation, or all
+        its tokens.
         """
         if isinstance(messages, str | Mapping):
             raise InvalidRequestError(
@@ -223,8 +224,9 @@ class LLM:
     ) -> list[npt.NDArray[np.float32]]:
         """Return the embeddings of texts, each [dimensions]: hidden states of texts' last tokens.
 
-        `dimensions` keeps the first dimensions, for models that were trained for that. Raises InvalidRequestError for
-        models without such embeddings, for example models that pool hidden states of other tokens.
+        `dimensions`: the number of leading dimensions to keep, for models that were trained for shorter embeddings.
+        Raises InvalidRequestError for models whose embeddings are made otherwise, for example from the hidden states of
+        other tokens.
         """
         self.pooling.check(dimensions, self.engine.limits.hidden_size)
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
@@ -483,7 +485,9 @@ class LLM:
         return self.engine.close_session(None, session_id)
 
     def explain_attention(self) -> str:
-        """Return a text for people: how much KV attention read once for several requests, and the estimated saving."""
+        """Return a text for people: how much less KV was read because attention read shared KV once for several
+        requests, and the estimated saving of time.
+        """
         return self._explain_attention()
 
     def explain(self, prompt: PromptInput, *, lora_request: LoRARequest | None = None) -> LookupExplanation:
@@ -560,7 +564,8 @@ class LLM:
         return self.engine.export_prefix(checked, target, facts, with_text=with_text, overwrite=overwrite)
 
     def import_prefixes(self, path: str | Path) -> ImportReport:
-        """Take the blocks of a file that `export_prefix` wrote, if it is undamaged and of this model and arithmetic.
+        """Take the blocks of a file that `export_prefix` wrote. The file must be undamaged, and have this model and
+        arithmetic.
 
         With `cache_dir` or `cache_store` the blocks go there, and the next request loads them. Otherwise they go into
         memory, and then the file must have token ids (`with_text`). A refused file changes nothing, and

@@ -41,8 +41,8 @@ class Prompts:
         embeds: EmbedsReader | None = None,
         refusal: str = "takes no images",
     ) -> None:
-        """`model`: the name for errors. `deviations` serves methods that choose by deviation; None: nothing may be
-        linked.
+        """`model`: the model's name, for errors. `deviations`: for methods that choose tokens by deviation; None:
+        nothing may be linked.
 
         `pictures` reads pictures; None: the model takes no pictures, and errors contain the text `refusal`. `embeds`
         reads prompt embeddings; None: the option is off.
@@ -129,7 +129,7 @@ class Prompts:
         return compose_edit(prompt.token_ids, _token_array(before))
 
     def _of_keys(self, prompt: Mapping[str, Any]) -> tuple[Prompt, Composition | None]:
-        """Read a mapping whose keys were checked. Returns the prompt, and its parts; None instead of the parts if it
+        """Read a mapping whose keys were checked. Returns the prompt and its parts. The parts are None if the prompt
         has none.
         """
         keys, priority = _extra_keys(prompt.get("cache_salt")), priority_of(prompt.get("priority", 0))
@@ -159,7 +159,9 @@ class Prompts:
         return replace(plain, token_ids=token_ids, extra_keys=replace(plain.extra_keys, spans=head.spans), embeds=head)
 
     def _with_pictures(self, prompt: Mapping[str, Any]) -> Prompt:
-        """Return a prompt with `multi_modal_data`, as in vLLM: a picture for each of the prompt's picture signs."""
+        """Return a prompt with `multi_modal_data`, as in vLLM. Each sign in the prompt that stands for a picture gets
+        one picture.
+        """
         data = prompt["multi_modal_data"]
         if not isinstance(data, Mapping) or set(data) != {"image"}:
             names = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__

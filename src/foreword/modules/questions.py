@@ -171,7 +171,9 @@ class Questions:
         return prompts
 
     def _with_argument(self, case: Case, head: TokenIds, after: TokenIds) -> Composition:
-        """Make a case's prompt. The key words of one part are an argument, for which the source has placeholders."""
+        """Make a case's prompt. The part that `case.argument` names has its key words as an argument; the source of
+        this part has placeholders instead.
+        """
         parts = [Part(head, 0, "text")]
         for number, text in enumerate(case.parts):
             name, begin = str(number), parts[-1].end

@@ -175,7 +175,9 @@ class Links:
         return sum(last - first for first, last in self.ranges(start, end))
 
     def positions_of(self, start: int, end: int) -> IntArray:
-        """Return the positions of tokens `start` to `end` (exclusive); generated tokens follow the prompt's last."""
+        """Return the positions of tokens `start` to `end` (exclusive). Generated tokens have the positions after that
+        of the prompt's last token.
+        """
         of_prompt = self.positions[start:end]
         if len(of_prompt) == end - start:
             return of_prompt
@@ -192,7 +194,7 @@ class LinkReport:
     num_spans: int
     """The number of the prompt's parts that could be linked."""
     linked_tokens: int
-    """Tokens whose KV comes from a source. It was computed without the prompt's tokens before them."""
+    """Tokens whose KV comes from a source. This KV was computed without the prompt's tokens before them."""
     recomputed_tokens: int
     """Tokens of linkable parts that were computed in the prompt."""
     computed_tokens: int
@@ -200,7 +202,8 @@ class LinkReport:
     cached_tokens: int
     """Leading tokens that were found in the prefix cache. They are exact, and only they count as hits."""
     copied_tokens: int
-    """The linked tokens that had to be copied. The other linked tokens were cached from an equal composition."""
+    """The linked tokens that had to be copied. The other linked tokens were cached: a prompt with the same runs left
+    their blocks."""
     has_gaps: bool = False
     """Whether tokens have other positions than in the plain prompt. A schema may require such positions."""
 

@@ -59,7 +59,9 @@ FactRows = npt.NDArray[np.void]
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """The adapter that a request asks for, with vLLM's fields. Cached KV belongs to the adapter's content, not name."""
+    """The adapter that a request asks for, with vLLM's fields. The keys of cached KV depend on the adapter's content,
+    not on its name.
+    """
 
     lora_name: str
     """The adapter's name on a server; only people read it."""
@@ -72,11 +74,11 @@ class LoRARequest:
 
 
 class Adapter(Protocol):
-    """An adapter that is loaded. A request keeps it alive until it ends."""
+    """A loaded adapter. A request keeps the adapter alive until the request ends."""
 
     @property
     def digest(self) -> str:
-        """A digest of its content, which is part of block keys."""
+        """A digest of the adapter's content. It is part of block keys."""
 
     def begin_in(self, token_ids: npt.NDArray[np.int32]) -> int | None:
         """Return the index of the first prompt token that the adapter computes; None if it computes no token."""
@@ -87,22 +89,24 @@ class Alone:
 
 
 class Picture(Protocol):
-    """A picture that was read and checked. A request keeps it alive until it ends."""
+    """A picture that was read and checked. A request keeps the picture alive until the request ends."""
 
     @property
     def digest(self) -> str:
-        """A digest of its pixels, its size and how it is prepared, which is part of block keys."""
+        """A digest of the picture's pixels, its size and how it is prepared. The digest is part of block keys."""
 
     @property
     def shape(self) -> Any:
-        """How the picture is cut for the encoder. The type depends on the family of models."""
+        """How the picture is cut for the encoder. The type depends on the model's architecture."""
 
     def pixels(self) -> npt.NDArray[np.uint8]:
         """Decode the pixels, [height, width, 3], anew at each call, so that waiting pictures take no memory."""
 
 
 class Embeds(Protocol):
-    """Rows that replace the embeddings of a prompt's first tokens. A request keeps the rows alive until it ends."""
+    """Rows that replace the embeddings of a prompt's first tokens. A request keeps the rows alive until the request
+    ends.
+    """
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -116,7 +120,8 @@ class PlacedPicture:
     places: npt.NDArray[np.int32]
     """[rows]: the index of the token that each row of its encoding replaces, ascending."""
     grid: tuple[int, int] | None = None
-    """The picture's rows and columns, which decide its tokens' positions (`turned_positions`); None: as in text."""
+    """The picture's rows and columns, which decide its tokens' positions (`turned_positions`); None: positions as in
+    text."""
     sees_ahead: bool = False
     """Whether the picture's tokens all see each other. If so, no step ends inside the picture (`whole_end`)."""
 
@@ -149,8 +154,8 @@ def whole_end(pictures: Sequence[PlacedPicture], start: int, end: int, limit: in
 def turned_positions(pictures: Sequence[PlacedPicture], start: int, end: int) -> npt.NDArray[np.int32]:
     """Return the rotary positions of tokens `start` to `end` (exclusive): time, row and column, [3, tokens].
 
-    All tokens of a picture have the same time. The picture takes as many positions as its longer side has rows or
-    columns (mrope, arXiv 2409.12191).
+    All tokens of a picture have the same time coordinate. The picture takes as many positions as its longer side has
+    rows or columns (mrope, arXiv 2409.12191).
     """
     places = np.arange(start, end, dtype=np.int32)
     turned, shift = np.tile(places, (3, 1)), 0
@@ -413,7 +418,8 @@ class Request:
         """The request's sort key in the queues: rank, then arrival number. The request with the lowest key is served
         first."""
         self.row = NO_ROW
-        """The row in which it runs, given by the cache's manager; NO_ROW while it does not run."""
+        """The row of the arrays that the request uses while it runs; the cache's manager gives it. NO_ROW: the request
+        does not run."""
         self.loads = Loaded()
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -460,7 +466,9 @@ class Request:
 
     @property
     def has_run_dry(self) -> bool:
-        """Whether its last token was sampled where no token was allowed. Then the answer ends with this token."""
+        """Whether the request's last token was sampled although no token was allowed. The answer then ends with this
+        token.
+        """
         return self.num_output_tokens - 1 in self._ahead.dry_at
 
     def cut_drafts(self, drafts: Sequence[int], vocab_size: int) -> int:
@@ -563,7 +571,7 @@ class Request:
         self.facts = named_record(FACTS, **dict(zip(FACTS.names or (), self.facts, strict=True)) | facts)
 
     def link_report(self) -> LinkReport | None:
-        """Count which tokens of the prompt were linked, computed or cached; None for a plain prompt."""
+        """Count the tokens of the prompt that were linked, computed or cached; None for a plain prompt."""
         links = self.links
         if links is None:
             return None
@@ -607,7 +615,7 @@ class CompletionOutput:
     drafts: DraftCounts = field(default_factory=DraftCounts)
     """Counts the drafted tokens that became part of the answer, and those that did not."""
     reply: Reply | None = None
-    """Content, reasoning and calls; None unless it is an answer of `LLM.chat`."""
+    """Content, reasoning and tool calls; None unless it is an answer of `LLM.chat`."""
 
     @property
     def finished(self) -> bool:

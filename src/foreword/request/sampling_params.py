@@ -138,7 +138,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     keep_markers: bool = False
-    """Whether special tokens that mark calls or reasoning stay in the text; other special tokens never stay."""
+    """Whether special tokens that mark tool calls or reasoning stay in the text; other special tokens never stay."""
     ignore_eos: bool = False
     """Continue after the end token."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)

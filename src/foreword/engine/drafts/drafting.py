@@ -81,7 +81,8 @@ class Drafting:
         self._histories: WeakKeyDictionary[Request, _History] = WeakKeyDictionary()
         self._allowance = Allowance()
         self._seconds_of_guess = self._guessing_s = 0.0
-        """Seconds per guess, a moving average, and seconds that planning the next step's drafts has taken so far."""
+        """_seconds_of_guess: the seconds per guess, a moving average. _guessing_s: the seconds that planning the next
+        step's drafts has taken so far."""
         self._num_accepted = 0
         """The number of accepted drafts in the step that is being recorded."""
         self._for_lucky, self._for_others = _Turns(SHARE_OF_RIGHT), _Turns(SHARE_OF_WRONG)
@@ -142,7 +143,7 @@ class Drafting:
         return self._may_pay(len(requests), len(requests), MOST_DRAFTED)
 
     def _may_pay(self, num_requests: int, num_rows: int, room: int) -> bool:
-        """Whether drafts would save time if all of them were right."""
+        """Whether drafts would save time if all drafted tokens were right."""
         if room <= 0 or self._fixed is not None:
             return room > 0
         if not self._allowance.is_open:

@@ -60,7 +60,8 @@ class Allowance:
         return self.left_s > 0 and bool(self._plain_s)
 
     def plain_s(self, num_rows: int) -> float | None:
-        """Seconds that a step without drafts takes, with the timed number of rows nearest to `num_rows`.
+        """The seconds of a step without drafts. Of the numbers of rows that were timed, the nearest to `num_rows` is
+        taken.
 
         None if no step without drafts was timed.
         """
@@ -69,12 +70,16 @@ class Allowance:
         return min(self._plain_s[min(self._plain_s, key=lambda size: abs(size - num_rows))])
 
     def note_plain(self, num_rows: int, seconds: float, guessing_s: float) -> None:
-        """Record a step without drafts, in which each row gave a token, and the seconds of guessing before the step."""
+        """Record a step without drafts, in which each row gave a token. `guessing_s`: the seconds of guessing before
+        the step.
+        """
         self._plain_s.setdefault(num_rows, deque(maxlen=NEWEST)).append(seconds)
         self._add(SHARE * seconds - guessing_s, seconds)
 
     def note_drafted(self, num_requests: int, num_tokens: int, seconds: float, guessing_s: float) -> None:
-        """Record a step with drafts that gave `num_tokens` tokens, and the seconds of guessing before the step."""
+        """Record a step with drafts that gave `num_tokens` tokens. `guessing_s`: the seconds of guessing before the
+        step.
+        """
         plain_s = self.plain_s(num_requests)
         if plain_s is not None:
             self._add(SHARE * seconds + plain_s * num_tokens / num_requests - seconds - guessing_s, plain_s)
@@ -147,7 +152,7 @@ class StepTimes:
     def seconds(self, num_rows: npt.NDArray[np.int64]) -> Floats:
         """Estimate the seconds that steps with these numbers of rows take; more rows never take less time.
 
-        Until a step is timed, the unit is the time of a step with one row instead.
+        Until a step is timed, the result is not in seconds: its unit is the time of a step with one row.
         """
         if self._curve is None:
             self._curve = self._measured()

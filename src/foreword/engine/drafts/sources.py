@@ -32,8 +32,8 @@ PAIR = 2
 LONGEST_MATCH = 32
 """The most tokens that a match compares, backwards from the last token."""
 MOST_PLACES = 24
-"""The most earlier places of the last pair that `find` compares. If there are more, it compares those nearest to the
-text's end."""
+"""The most places that `find` compares: places where the last two tokens occurred before. If there are more, `find`
+compares those nearest to the text's end."""
 _FACTOR = 0x9E3779B1
 _MASK = 0xFFFFFFFF
 END_OF_ANSWER = -1
@@ -178,8 +178,8 @@ class _OfRequests:
 class OwnText(_OfRequests):
     """Guesses that the last tokens continue as they did earlier in the request's own text, as in edits and quotes.
 
-    This is "prompt lookup", with the longest match and without a limit on its distance. An index takes at most 24 bytes
-    for each token of a running request, and is dropped when the request ends.
+    This is "prompt lookup", with the longest match, at any distance. An index takes at most 24 bytes for each token of
+    a running request, and is dropped when the request ends.
     """
 
     name = "own"
@@ -201,7 +201,9 @@ class OwnText(_OfRequests):
 
 
 class Predicted(_OfRequests):
-    """Guesses from the caller's prediction: first its beginning, later what follows the answer's last tokens in it."""
+    """Guesses from the caller's prediction: at first its beginning, later the tokens that follow in it after the
+    answer's last tokens.
+    """
 
     name = "prediction"
 

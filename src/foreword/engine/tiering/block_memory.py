@@ -73,7 +73,7 @@ class Part(NamedTuple):
 def take_blocks(manager: KVCacheManager, parts: Sequence[Part], held: BlockIds) -> list[Part] | None:
     """Hold the blocks `held`, and take a free block for each block of `parts`.
 
-    Returns the parts with these blocks; None, and nothing is held, if too few blocks are free.
+    Returns the parts with the ids of the taken blocks. If too few blocks are free, returns None and holds nothing.
     """
     counts = [len(part.numbers) for part in parts]
     manager.hold_blocks(held)  # otherwise taking blocks could evict them
@@ -95,7 +95,9 @@ def names_of(manager: KVCacheManager, namespace: bytes, sequence: TokenSequence,
 
 
 class BlocksOfParts:
-    """The blocks of several parts, one part after the other, as a tier's sink and source."""
+    """The blocks of several parts, one part after the other. A tier writes to them when it loads, and reads them when
+    it stores.
+    """
 
     def __init__(self, memory: BlockMemory, parts: list[Part]) -> None:
         self._memory = memory

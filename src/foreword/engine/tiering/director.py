@@ -1,8 +1,8 @@
 """TierDirector: decides which blocks are loaded from tiers, stored in tiers, or computed instead.
 
 The scheduler calls it in two places: after a waiting request was looked up (`must_wait`), and after a request has
-computed tokens that others may find (`offer`). The scheduler also reports when steps are planned and settled, and how
-long they took.
+computed tokens that other requests may find (`offer`). The scheduler also reports when steps are planned and settled,
+and how long they took.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class TiersReport:
 
 
 class TierDirector:
-    """Loads and stores of one engine. The engine's thread calls it."""
+    """Directs the loads and stores of one engine. Only the engine's thread calls the methods."""
 
     def __init__(
         self,
@@ -232,7 +232,9 @@ class TierDirector:
         return held
 
     def why_missed(self, sequence: TokenSequence, num_tokens: int, *, was_here: bool) -> MissReason | None:
-        """Say why a lookup found no more than `num_tokens`, as `foreword.cache.explain.Below` asks; None: unknown."""
+        """Say why a lookup found no more than `num_tokens` tokens (see `foreword.cache.explain.Below`); None:
+        unknown.
+        """
         keys, number = sequence.block_hashes(), num_tokens // sequence.block_size
         if number >= len(keys):
             return None
@@ -282,6 +284,8 @@ class TierDirector:
         )
 
     def check_integrity(self, waiting: Iterable[Request]) -> None:
-        """Raise AssertionError if a request waits for nothing, or a tier contradicts itself."""
+        """Raise AssertionError if a request waits for a load that has ended, or if more steps were settled than
+        planned.
+        """
         self._loads.check_integrity(waiting)
         assert self._num_settled <= self._num_planned, "more steps were settled than planned"

@@ -49,15 +49,16 @@ LEAST_GAIN_S = 0.002
 SHORTEST_DEADLINE_S = 1.0
 SHORTEST_FIRST_DEADLINE_S = 5.0
 """The least deadline, in seconds, while the time to compute is unknown. It is long because on a busy machine threads
-wait for a processor, and computing is as slow there: with ten busy threads on two cores, a load of 0.7 MB took 1.2 s,
-and computing its prompt's 40 tokens took 5 s."""
+wait for a processor, and computing is slow, too: with ten busy threads on two cores, a load of 0.7 MB took 1.2 s, and
+computing its prompt's 40 tokens took 5 s."""
 DEADLINE_FACTOR = 3.0
 """The deadline of a load is at least this many times the seconds that the tier estimates."""
 FIRST_DEADLINE_BYTES_PER_S = 20e6
 """The rate that sets the deadline while the time to compute is unknown: CPUs compute 5 to 100 MB of KV per second."""
 LEAST_PROBE_S, MOST_PROBE_S = 0.05, 0.25
 PROBE_SHARE = 0.2
-"""A tier's answer may take at most this share of the time to compute the prompt, within the bounds above."""
+"""The wait for a tier's answer, as a share of the time to compute the prompt; at least LEAST_PROBE_S, at most
+MOST_PROBE_S."""
 
 _FAILURES: dict[int, LoadFailure] = {
     Outcome.TIMEOUT: LoadFailure.TIER_SLOW,
@@ -137,7 +138,7 @@ class _Plan:
 
 
 class Loads:
-    """The loads under way. The engine's thread calls it; a tier's threads only set `arrived`."""
+    """The loads under way. Only the engine's thread calls the methods; a tier's threads only set `arrived`."""
 
     def __init__(
         self, tiers: Sequence[Tier], memory: BlockMemory, manager: KVCacheManager, namespace: bytes, cost: StepCost
@@ -272,7 +273,9 @@ class Loads:
         return False
 
     def _plan(self, sequence: TokenSequence, hit: PrefixHit) -> _Plan | None:
-        """Plan the load with the longest hit, of all loads that are faster than computing; None if none is."""
+        """Of all loads that are faster than computing, plan the load that makes the hit longest; None if no load is
+        faster.
+        """
         keys = self._manager.keys_by_group(sequence)
         plans = [self._plan_from(tier, sequence, hit, keys) for tier in self._tiers]
         possible = [plan for plan in plans if plan is not None]
@@ -419,7 +422,9 @@ class StepCost:
         self._fitted = None
 
     def seconds(self, start: int, end: int) -> float | None:
-        """Estimate the seconds to compute positions `start` to `end` (exclusive); None before a step to learn from."""
+        """Estimate the seconds to compute positions `start` to `end` (exclusive); None if no step of at least
+        LEAST_TOKENS tokens was recorded.
+        """
         if not self._products[0, 0]:
             return None
         if self._fitted is None:

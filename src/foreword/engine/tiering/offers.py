@@ -5,8 +5,8 @@ later prompts repeat. Then comes the rest. Within each rank, the offer that save
 
     chance that a later request uses it  *  (seconds to compute it - seconds to load it)  /  bytes
 
-The chance comes from the eviction policy. It is the share of blocks that were used again, among the blocks of requests
-that added as many blocks as the offer has. The rule of admission decides which blocks are offered at all. Keys of
+The eviction policy estimates the chance from earlier requests that added as many blocks as the offer has: it is the
+share of their blocks that were used again. The rule of admission decides which blocks are offered at all. Keys of
 blocks that are not stored are remembered for a while, so that misses can be explained.
 """
 
@@ -155,7 +155,7 @@ class Offers:
         return self._waiting[number].rank, self._waiting[number].worth
 
     def _worth(self, start: int, end: int) -> float:
-        """The expected seconds saved per stored byte of tokens `start` to `end` (exclusive)."""
+        """The expected number of seconds that storing tokens `start` to `end` (exclusive) saves, per stored byte."""
         sizes = [spec.block_size for spec in self._manager.groups]
         num_bytes = sum((end // size - start // size) * self._memory.payload_bytes(g) for g, size in enumerate(sizes))
         compute_s = self._cost.seconds(start, end)
@@ -166,7 +166,9 @@ class Offers:
         return chance * max(0.0, compute_s - load_s) / num_bytes
 
     def _admit(self, sequence: TokenSequence, start: int, end: int) -> npt.NDArray[np.bool_]:
-        """Whether to store each block of a sequence of which tokens `start` to `end` were computed, [blocks]."""
+        """For each block of a sequence, whether to store it, [blocks]. Tokens `start` to `end` (exclusive) were
+        computed.
+        """
         size, keys, has_room = self._manager.block_size, sequence.block_hashes(), self._has_room()
         admitted = np.zeros(len(keys), np.bool_)
         refused = []

@@ -65,7 +65,7 @@ class PrefixFiles:
 
         `sequence`: the sequence of the file's token ids; None if the file has no token ids. Raises ConfigError if there
         is neither a tier nor a sequence, UnsoundFileError if the blocks cannot hold the number of tokens that the file
-        says, OSError if the file changes meanwhile. After an error, nothing has changed.
+        claims, OSError if the file changes meanwhile. After an error, nothing has changed.
         """
         self._check_num_tokens(file, sequence)
         if self._tiers:

@@ -4,9 +4,9 @@ A sequence is offered when its prompt is computed and when its request leaves. S
 `Offers`, in chunks, one at a time: the head of a prefix before its tail.
 
 Fences. The blocks of a chunk are held until the tiers have them, so that nobody overwrites them. When a chunk is
-chosen, a planned step may still have to fill a block of the chunk. So the chunk is stored only after all these steps
-are settled. A chunk that takes too long is cancelled. While requests run, stores take a fifth of the time. For the rest
-of the time they leave memory and disk to the steps.
+chosen, a planned step may still have to fill a block of the chunk. So the chunk is stored only after all steps that
+were planned then are settled. A chunk that takes too long is cancelled. While requests run, stores take a fifth of the
+time. For the rest of the time they leave memory and disk to the steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Chunk:
     tiers: list[Tier]
     """The tiers that lack some of the blocks."""
     is_last: bool
-    """Whether the tiers lack no further blocks of the sequence."""
+    """Whether the chunk has the last blocks of the sequence that the tiers lack."""
     num_planned: int
     """The number of steps that were planned when the chunk was chosen."""
     num_bytes: int
@@ -63,7 +63,7 @@ class _Apart(NamedTuple):
 
 
 class Stores:
-    """The offers, and the chunk under way. The engine's thread calls it."""
+    """The offers, and the chunk under way. Only the engine's thread calls the methods."""
 
     def __init__(
         self,
@@ -181,7 +181,9 @@ class Stores:
         return None
 
     def _chunk_of(self, offer: Offer, num_planned: int) -> _Chunk | None:
-        """The first blocks of a sequence that are cached and that a tier lacks; None if there are none."""
+        """Of those blocks of a sequence that are cached and that a tier lacks, the first ones; None if there are
+        none.
+        """
         parts = cached_parts(self._manager, offer.sequence, offer.num_tokens)
         if not parts:
             return None

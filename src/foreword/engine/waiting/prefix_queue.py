@@ -10,7 +10,7 @@ A request may be overtaken, within its lane, by later requests that together tak
     service     2   3   5   1   4                  2, 3 and 5 take time from 1, and 5 from 4, within the bound
 
 How long later requests have delayed a request depends only on when that request arrived, and is longest for the oldest
-request. So one sum per lane decides, however many requests wait.
+request. So one sum per lane is enough, however many requests wait.
 
 `WaitingPrefixes` sorts waiting requests by the cached parts of their prompts. The cache's ledger reports changes, so
 nothing is looked up again. Keys are chained, so requests with the same first missing block have the same blocks before
