@@ -33,7 +33,9 @@ class Coalescing:
         """Waiting request -> the block for which it waits, by its number in the prompt."""
 
     def begin(self, request: Request, hit: PrefixHit, end: int) -> None:
-        """Record that a request starts, and computes up to `end` in this step. Others may wait for its later blocks."""
+        """Record that a request starts, and computes up to `end` in this step. Other requests may then wait for blocks
+        that it has still to compute.
+        """
         pending, last = end, len(request)
         if self._states is not None:  # a block can be hit in the step that fills it, a state only in later steps
             pending, last = hit.num_tokens, self._states.num_in_cells(request.num_prompt_tokens)

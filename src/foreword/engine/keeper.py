@@ -42,7 +42,7 @@ class SavedEntry:
     source: str
     num_tokens: int
     last_key: str
-    """The key of its last whole block, in hexadecimal digits."""
+    """The key of the last whole block of the entry's prefix, in hexadecimal digits."""
     until: float
     """The entry's end, in seconds since 1970."""
     refresh_s: float | None
@@ -158,7 +158,8 @@ class Keeper:
         self.drop(entry_name(self._sequence_of(prompt), prompt.owner))
 
     def drop(self, name: str) -> None:
-        """End an entry now. A prompt that is still being computed for it does not make it again.
+        """End an entry now. If a prompt is still being computed for the entry, the entry is not made again when the
+        prompt is computed.
 
         Blocks that another entry keeps, too, stay in the cache.
         """

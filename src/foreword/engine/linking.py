@@ -51,8 +51,8 @@ class Linking:
         self._head: Request | None = None
         """The waiting request that keeps its sources from step to step."""
         self._lacking: dict[str | None, tuple[Request, list[TokenSequence]]] = {}
-        """Tenant -> its first request that lacked sources when it was tried, and these sources. The tenant of `_head`
-        is not in it."""
+        """Tenant -> its first request that lacked sources when the scheduler tried to start the request, and these
+        sources. The tenant of `_head` is not in it."""
         self._spent: list[BlockIds] = []
         """The blocks of sources whose last copy is planned, until that step is settled."""
         self._computing: dict[BlockHash, Request] = {}
@@ -260,7 +260,9 @@ class Linking:
         self._spent.clear()
 
     def leave(self, request: Request) -> list[Request]:
-        """Forget a request that no longer runs or waits; returns the requests whose sources no request needs now."""
+        """Forget a request that no longer runs or waits; returns the requests that compute sources that no request
+        needs now.
+        """
         self.release(request)
         self._linked.discard(request)
         if request is self._head:

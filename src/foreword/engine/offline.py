@@ -94,7 +94,7 @@ class _Node:
 
     depth: int
     first: int = -1
-    """The least number of its prompts. Prompts are numbered in the order of arrival."""
+    """The least number of the node's prompts. Prompts are numbered in the order of arrival."""
     ending: list[int] = field(default_factory=list)
     """The numbers of the prompts that end at this node."""
     children: list[_Node] = field(default_factory=list)

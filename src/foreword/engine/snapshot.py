@@ -188,7 +188,7 @@ class CacheReport:
     missed_tokens: dict[str, int]
     """Tokens that were not found, by reason; empty without `explain_misses`."""
     preempted_requests: int
-    """Lookups of requests that resumed after preemption. The counts above do not include them."""
+    """Lookups of requests that resumed after preemption. The counts above do not include these lookups."""
     preempted_queried_tokens: int
     preempted_hit_tokens: int
     tail_hit_tokens: int

@@ -143,7 +143,7 @@ class Links:
         return np.flatnonzero(np.diff(self.positions[:end], prepend=-1) != 1)
 
     def pending_from(self, start: int) -> list[int]:
-        """Return the numbers of the runs that reach beyond the first `start` tokens."""
+        """Return the indices, in `runs`, of the runs that reach beyond the first `start` tokens."""
         return [number for number, run in enumerate(self.runs) if run.end > start]
 
     def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:

@@ -409,7 +409,7 @@ class Request:
         """A record of FACTS, as a tuple."""
         self.priority = priority
         self.is_fork = False
-        """Whether it is the second or a later answer to its prompt."""
+        """Whether the request is for the second or a later answer to its prompt."""
         self.message_ends = message_ends
         """Prompt positions at which messages end. Later prompts may be equal up to such a position."""
         self.state_positions: list[int] = []

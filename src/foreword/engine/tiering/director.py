@@ -34,8 +34,8 @@ NEXT_BLOCKS = 16
 """The number of blocks after a hit that are looked for. One found block is enough; several are tried because a group
 may keep only every n-th block."""
 MOST_GROUPS = 8
-"""The number of groups in which blocks of another identity are looked for: how many groups that identity has is
-unknown."""
+"""Blocks of another identity are looked for in this number of groups, because it is unknown how many groups that
+identity has."""
 logger = logging.getLogger(__name__)
 NOTHING = object()
 POLL_S = 0.005

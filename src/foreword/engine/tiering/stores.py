@@ -264,7 +264,9 @@ class Stores:
         self._bytes_today += num_bytes
 
     def _may_write(self, num_bytes: int) -> bool:
-        """Whether the day's limit allows this number of bytes, in all tiers, in addition to the bytes under way."""
+        """Whether the day's limit allows writing `num_bytes` more bytes, summed over all tiers, after the writes under
+        way.
+        """
         if time.monotonic() - self._day_began > DAY_S:
             self._day_began, self._bytes_today = time.monotonic(), 0
         num_bytes += self._bytes_today + sum(store.num_bytes for store in self._apart)
