@@ -1,7 +1,8 @@
 """Linking: copies tokens of a prompt from their sources, and checks how well a model answers then.
 
-A linked token's KV was computed after the beginning of the token's source, without the prompt before the token. The
-methods differ in the linkable tokens that they compute instead of linking them:
+A linked token's KV was computed in the token's source: it depends on the source's earlier tokens, but not on the text
+that stands before the token in the prompt. The methods differ in the linkable tokens that they compute instead of
+linking them:
 
     none        nothing: Prompt Cache (Gim et al., MLSys 2024)
     first-K     the first K tokens of each module or document: EPIC's LegoLink (Hu et al., ICML 2025)
@@ -221,9 +222,10 @@ class Rightness:
 
     @property
     def p_value(self) -> float:
-        """The p-value of McNemar's exact test: the chance of a split at least as uneven, if neither side is likelier.
+        """The p-value of McNemar's exact test (McNemar, 1947).
 
-        It is twice the binomial tail of min(lost, gained) among lost + gained trials of 1/2, at most 1 (McNemar, 1947).
+        It is the chance that lost and gained prompts split at least this unevenly, if both are equally likely: twice
+        the binomial tail of min(lost, gained) among lost + gained trials of 1/2, at most 1.
         """
         trials = self.num_lost + self.num_gained
         tail = sum(math.comb(trials, number) for number in range(min(self.num_lost, self.num_gained) + 1))

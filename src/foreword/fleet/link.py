@@ -49,4 +49,4 @@ class Link(Protocol):
         """Call `Replica.call` at a replica. Raises ReplicaLostError."""
 
     async def complaint(self, replica: str) -> str | None:
-        """Call `Replica.complaint` at a replica. Returns only once its process runs. Raises ReplicaLostError."""
+        """Call `Replica.complaint` at a replica, and wait while its process is stopped. Raises ReplicaLostError."""

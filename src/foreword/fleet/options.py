@@ -20,7 +20,7 @@ class FleetConfig:
     """Address of a running Ray cluster for `replicas`, such as auto or ray://HOST:10001. None: a local Ray, which ends
     with the server."""
     replica_cpus: float = 1.0
-    """Ray's logical processors for one replica, with one thread each. It starts on a machine that has them free."""
+    """Ray's logical processors for one replica, with one thread each. Ray starts a replica where they are free."""
     replica_gpus: float = 0.0
     """Ray's logical GPUs of one replica."""
     max_replicas: int | None = None

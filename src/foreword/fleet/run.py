@@ -1,6 +1,6 @@
 """`foreword serve --replicas N`: starts the replicas, and the server in front of them.
 
-Joins Ray's application, the front and the server, which other modules make.
+Connects what other modules make: Ray's application, the front and the server.
 """
 
 from __future__ import annotations
