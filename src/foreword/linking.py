@@ -1,4 +1,4 @@
-"""Linking: copies tokens of a prompt from their sources, and checks how well a model answers then.
+"""Linking: copies tokens of a prompt from their sources, and checks how well a model answers linked prompts.
 
 A linked token's KV was computed in the token's source: it depends on the source's earlier tokens, but not on the text
 that stands before the token in the prompt. The methods differ in the linkable tokens that they compute instead of

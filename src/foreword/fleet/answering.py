@@ -1,6 +1,6 @@
 """Answering: the part of one request's answer that the client already has, from all replicas that worked on it.
 
-Another replica can continue the answer from there.
+Another replica can continue the answer after this part.
 """
 
 from __future__ import annotations

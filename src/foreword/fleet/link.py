@@ -1,4 +1,4 @@
-"""Link: how a front reaches its replicas. Knows names, bytes and messages. `RayLink` is one; tests have others."""
+"""Link: how a front reaches its replicas, by name, with bytes and messages. `RayLink` is one; tests have others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReplicaLostError(ForewordError):
         self.may_be_healthy = may_be_healthy
         """Whether the replica could not be reached for a reason that may pass, such as the network."""
         self.died = died
-        """Whether the replica ended while it had the request. If the request had begun there, it may be the cause."""
+        """Whether the replica ended while it had the request. A request that had begun there may be the cause."""
 
 
 class Members(Protocol):

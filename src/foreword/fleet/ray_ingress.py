@@ -32,7 +32,7 @@ MAX_FRONTS = 64
 
 
 class Front:
-    """The HTTP server in front of the engines. Several servers share their reservations."""
+    """The HTTP server in front of the engines. Several servers tell each other the work that they reserve."""
 
     def __init__(self, engine: Any, model: str, options: Mapping[str, Any], config: ServerConfig) -> None:
         self._engine, self._model, self._options, self._config = engine, model, options, config

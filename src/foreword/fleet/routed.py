@@ -1,5 +1,5 @@
-"""RoutedEngines: the server's door to replicas. Routes each request, follows its answer, and continues the answer on
-another replica if a replica is lost.
+"""RoutedEngines: the engines of a server with replicas. Routes each request, follows its answer, and continues the
+answer on another replica if a replica is lost.
 
 One request:
 

@@ -41,7 +41,7 @@ def serve_replicas(model: str, options: Mapping[str, Any], config: ServerConfig,
 
 
 def door_to(link: RayLink) -> OpenDoor:
-    """Return the function that opens a server's door to the replicas of a link."""
+    """Return a function that makes the `RoutedEngines` with which a server uses the replicas of a link."""
 
     def open_door(front: LLM, records: Records, after_step: Sequence[AfterStep]) -> RoutedEngines:
         life = os.urandom(8).hex()

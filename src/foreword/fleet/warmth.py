@@ -33,7 +33,7 @@ HALF_LIFE = 2_000
 logger = logging.getLogger(__name__)
 WARM_S = 20.0
 """The longest time, in seconds, for which a new replica computes hot prefixes before it takes requests. Also the
-longest time for one prefix of a replica that left."""
+longest time for which another replica computes one prefix of a replica that left."""
 HAND_OVER_TOKENS = 100_000
 """The most tokens that other replicas compute after a replica has left."""
 LEAST_USES = 2.0
@@ -129,7 +129,7 @@ class Warmth:
         ]
 
     def warm_up(self, name: str, hot: Sequence[HotPrefix], then: Callable[[], None]) -> None:
-        """Have a new replica compute these prefixes, for at most `WARM_S`. Then call `then`, if it has not left."""
+        """Have a new replica compute these prefixes, for at most `WARM_S`. Then, if it has not left, call `then`."""
         task = self._warming[name] = self._begin(self._warm_up(name, hot))
         task.add_done_callback(lambda task: self._end(name, task, then))  # called even if the task never began
 
