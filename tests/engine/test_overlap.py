@@ -387,6 +387,33 @@ def test_an_interrupt_while_waiting_loses_neither_the_batch_nor_the_cache(monkey
     assert output.outputs[0].token_ids == expected
 
 
+def test_an_interrupt_while_a_refused_launch_waits_for_the_batch_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refused batch has not computed its blocks, whatever ends the wait for the earlier one."""
+    world, runner = late_engine()
+    prompt, params = [1, 2, 3, 4, 5], SamplingParams(max_tokens=20, seed=7)
+    output = world.engine.add_request("a", prompt_of(prompt), params)
+    while len(output.outputs[0].token_ids) < 2:
+        world.engine.step()
+    result = LaunchedStep.result
+
+    def interrupted(step: LaunchedStep) -> BatchResult:
+        monkeypatch.setattr(LaunchedStep, "result", result)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LaunchedStep, "result", interrupted)
+    runner.refuses = True
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.step()
+    runner.refuses = False
+    world.engine.check_integrity()
+    assert output.outputs[0].finish_reason == "abort"
+    again = [*prompt, *output.outputs[0].token_ids, 9]
+    answer = world.engine.add_request("b", prompt_of(again), params)
+    world.drain()
+    expected, _ = expected_answer(again, params, seed=7, vocab_size=VOCAB_SIZE, max_model_len=512)
+    assert answer.outputs[0].token_ids == expected
+
+
 @pytest.mark.parametrize("draft_tokens", [3, "auto"])
 def test_drafts_wait_for_known_tokens_and_change_nothing(draft_tokens: Any) -> None:
     """The same prompts again and again, which the cache learns; some are aborted while their drafts are computed."""

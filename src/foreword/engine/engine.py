@@ -261,7 +261,10 @@ class Engine:
             pending = Computed(self._runner.execute(batch)) if self._launcher is None else self._launcher.launch(batch)
             self._in_flight.append((batch, pending, started))
         except BaseException as error:
-            self._outputs.collect(self._settle())  # the earlier batch is not affected
+            try:
+                self._outputs.collect(self._settle())  # the earlier batch is not affected
+            except (KeyboardInterrupt, SystemExit) as interrupt:  # the earlier batch is recorded all the same
+                self._fail(batch, interrupt)
             self._fail(batch, error)
 
     def _settle(self) -> list[Request]:
