@@ -103,7 +103,7 @@ LOOKUP: dict[str, Any] = {
 _WORDINGS = ("What is the {0}?", "What is the {0}?", "Tell me the {0}.", "Do you know the {0}?", "And the {0}?")
 
 MOST_BEGINNINGS = 700
-"""A document's numbers begin with this many different triples of digits, of 900, before one is used again."""
+"""A number begins with one of 900 triples of digits. A document uses this many of them before it repeats one."""
 
 
 @dataclass(frozen=True, slots=True)

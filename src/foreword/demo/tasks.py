@@ -27,7 +27,7 @@ LAST_HOLDS = "If you see a fact again, only the last one is right."
 PLACES = "The facts after a place are facts of this place."
 
 _MOST_HOPS = 24
-"""Most persons in one `hops` case: each needs a name of its own, and two facts."""
+"""The most persons in one `hops` case. Each person needs a name of their own, and two facts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,9 @@ def draw(
 ) -> Case:
     """Draw a case of `num_parts` parts, about `num_tokens` tokens of the embedded tokenizer in all.
 
-    Questions of one case are about different facts. `alike` is for training with `hops`: many persons have the same one
-    or two attributes of a kind, so that the attribute in a question says little. Then a part may be empty.
+    Questions of one case are about different facts. `alike` is for training with `hops`: all persons of a case share
+    one or two attributes with cities as values, and one or two with numbers. So the attribute in a question hardly
+    shows who is meant. With `alike`, a part may be empty.
 
     Raises ValueError for an unknown task, for `alike` with another task than `hops`, for fewer than two parts, and for
     more parts or questions than the tokens have facts for.
@@ -119,7 +120,8 @@ def draw(
 
 _Parts = list[list[str]]
 _Drawn = tuple[_Parts, Sequence[Fact]]
-"""The lines of each part, and the facts to ask for: keys as questions name them, with their answers."""
+"""The lines of each part, and the facts to ask for. A fact's key has the words that a question uses; its value is the
+answer."""
 
 
 def _draw_independent(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
@@ -157,7 +159,8 @@ def _draw_order(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
 
 
 def _draw_scope(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
-    """Draw a place for each part. The line of a place, except the first, stands at the end of the part before.
+    """Draw a place for each part. The line that names a place, except the first place, is at the end of the part
+    before.
 
     The first place has all keys. Other places have the same keys, or all but one, with values of their own.
 
@@ -189,7 +192,10 @@ def _draw_hops(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
 
 
 def _draw_hops_alike(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
-    """As `_draw_hops` for all lines, while names last; persons share one or two attributes of a kind."""
+    """As `_draw_hops`, but for all lines, as long as there are names.
+
+    All persons share one or two attributes with cities as values, and one or two with numbers.
+    """
     few = (rng.sample(kind, rng.choice((1, 2))) for kind in (recall.CITY_ATTRIBUTES, recall.NUMBER_ATTRIBUTES))
     return _hops(rng, num_lines, num_parts, num_lines // 3, tuple(few))
 
@@ -222,7 +228,7 @@ def _thing_of_a_person(rng: Random) -> str:
 
 
 class _Values:
-    """Draws values that no other fact of the case has, while there are enough."""
+    """Draws values that no other fact of the case has, as long as there are such values."""
 
     def __init__(self, rng: Random, facts: Sequence[Fact]) -> None:
         self._rng, self._used = rng, {fact.value for fact in facts}

@@ -1,6 +1,6 @@
 """Four everyday workloads with shared prefixes, for the embedded model.
 
-Documents, questions, conversations and tools run on an `LLM`, which counts hits and right answers.
+Each workload sends its prompts to two `LLM`s, one with and one without caching, and compares times and answers.
 """
 
 from __future__ import annotations

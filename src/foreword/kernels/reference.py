@@ -111,11 +111,11 @@ class TilePlan:
 
     @property
     def most(self) -> int:
-        """See `select.HostPlan`: plans of one shape have one length."""
+        """See `select.HostPlan`. All plans of one shape have the same length."""
         return len(self.data)
 
     def at(self, metadata: Tensor) -> list[Tile]:
-        """The tiles whose `data` is in `metadata`, on any device."""
+        """The tiles for `data` after it was copied into `metadata`, on any device."""
         tiles, start = [], 0
         for shape in self.shapes:
             size = shape.num_requests * shape.num_queries

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class AttentionKernel(Protocol):
-    """Paged attention. A step is planned once and then attended by every layer that uses its block tables."""
+    """Paged attention. A step is planned once. Each layer that uses the step's block tables attends with this plan."""
 
     def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> Any:
         """Plan a step; the plan is valid for this step only."""
@@ -32,7 +32,7 @@ class AttentionKernel(Protocol):
     def why_not(self, kv_format: KVFormat, options: AttentionOptions) -> str | None:
         """Why the kernel cannot attend with these options over blocks of this format; None if it can.
 
-        The answer continues "the kernel ...", and is the only place that knows a kernel's limits.
+        The answer is the rest of a sentence that begins with "the kernel". No other code knows a kernel's limits.
         """
 
     def explain(self) -> str:
@@ -97,7 +97,7 @@ def choose_kernel(
 ) -> AttentionKernel:
     """The kernel called `name`, for a model's layers. "auto" takes plain torch if the compiled kernel refuses a layer.
 
-    Raises ConfigError if the kernel of another `name` refuses a layer.
+    With any other `name`, raises ConfigError if the kernel refuses a layer.
     """
     kernel = make_kernel(name, device)
     problem = next((reason for layer in layers if (reason := kernel.why_not(kv_format, layer))), None)
@@ -164,7 +164,7 @@ class HostPlan(Protocol):
 
 @runtime_checkable
 class DeviceAttention(Protocol):
-    """More methods of an `AttentionKernel` whose plans can be copied with other data, and can serve CUDA graphs."""
+    """More methods of an `AttentionKernel`: its plans can be copied with other data, and be used in CUDA graphs."""
 
     def lay_out(self, batch: Batch, scrap_block: int, block_size: int) -> HostPlan:
         """The plan that `plan` makes, before it is on the device."""
@@ -174,8 +174,8 @@ class DeviceAttention(Protocol):
     ) -> HostPlan:
         """`lay_out` for a batch of at most `num_rows` single tokens, each after fewer than `max_tokens` other tokens.
 
-        Plans with equal `num_rows`, `max_tokens` and `block_size` have equal `most`, and attention at one address runs
-        the same device operations for all of them. So a graph that was recorded with one plan computes another plan
-        after the data has been replaced. Results have the bits of `lay_out`. Rows after the batch's rows are padding;
-        their results mean nothing.
+        Plans with equal `num_rows`, `max_tokens` and `block_size` have equal `most`. If their data is at the same
+        address, attention runs the same device operations for all of them. So a graph that was recorded with one plan
+        computes another plan after the data has been replaced. Results have the same bits as with a plan of `lay_out`.
+        Rows after the batch's rows are padding; their results mean nothing.
         """

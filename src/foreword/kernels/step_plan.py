@@ -170,7 +170,7 @@ def sort_by_blocks(
 ) -> tuple[Int64Array, Int64Array | None]:
     """Sort members by tables, and count the whole chunks that each member shares with the next member.
 
-    The counts are None if sharing does not pay; the members then keep their order.
+    If sharing is not worth the search, the counts are None, and the members keep their order.
     """
     chunk_blocks = -(-CHUNK // block_size)
     whole = (batch.positions[batch.query_starts[1:] - 1][members].astype(np.int64) + 1) // CHUNK

@@ -13,7 +13,7 @@ from foreword.pml.schema import Union, without_turns
 SEAM_CHARACTERS = 48
 """The number of characters on each side of a seam that are tokenized, to find out whether tokens would join."""
 MOST_NEIGHBOURS = 4096
-"""The most pairs of neighbouring texts to try. Two consecutive unions of 2,000 members have 4 million pairs."""
+"""The most pairs of neighbouring texts that are tried. Two consecutive unions of 2,000 members have 4 million pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class Row:
     end: int
     """`begin` is the position of the module's first item, `end` the position after its last item."""
     room: int | None
-    """The number of tokens of a prompt's text that fit right after the module if none follows; None: any number."""
+    """The number of tokens that a prompt's text right after this module may have, if no other module follows; None: no
+    limit."""
     parameters: tuple[tuple[str, int], ...]
     """Names of the module's parameters, with their lengths in tokens."""
 
@@ -85,7 +86,8 @@ def report_on(layout: Layout) -> SchemaReport:
 def _rows(box: Box, later: tuple[int, ...]) -> Iterator[Row]:
     """Yield the rows of a module and its nested modules.
 
-    `later`: the position at which each text around this module continues after it, innermost first.
+    `later`: for each module around this one, the innermost first: the position at which its text continues after this
+    module.
     """
     room = min((begin - box.end for begin in later if begin >= box.end), default=None)
     parameters = tuple((name, slot.parameter.length) for name, slot in box.slots.items())

@@ -25,7 +25,7 @@ from foreword.pml.schema import Role, Text
 
 MAX_REFERENCES = 4096
 MAX_COMPARED_CHARACTERS, MAX_COMPARED_NAMES = 64, 256
-"""Limits of suggesting a name for an unknown one: the longest name to compare, and the most names to compare."""
+"""Limits for suggesting a known name in place of an unknown name: the longest and the most names to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,8 @@ class _Items:
         source = self._layout.source(box.path, self._imports)
         begin = len(source.token_ids) - len(box.own_ids)
         after: str | None = None
-        """How far text counts as after an argument: to the next tag ("run"), the module's end ("module"), or None."""
+        """Where the text that counts as after an argument ends: at the next tag ("run"), or at the module's end
+        ("module")."""
         for item in box.items:
             if isinstance(item, Run):
                 size = len(item.token_ids)
@@ -262,7 +263,7 @@ class _Texts:
             text.token_ids = layout.text.encode(text.text)
 
     def _check_order(self, prompt: ModulePrompt, modules: Sequence[Reference]) -> None:
-        """Raise PromptError if text stands among modules that the prompt does not name in the schema's order."""
+        """Raise PromptError if text stands between modules that the prompt names in another order than the schema."""
         has_text_between = any(not isinstance(child, Reference) for child in prompt.children[:-1])
         last = prompt.children[-1] if prompt.children else None
         holds_references = isinstance(last, Message) and any(isinstance(node, Reference) for node in last.children)
@@ -277,7 +278,10 @@ class _Texts:
                     )
 
     def _first_number(self, modules: Sequence[Reference]) -> int:
-        """The index of the part before which the prompt's first text stands: after the schema's own text there."""
+        """The index of the part before which the prompt's first text stands.
+
+        The text comes after the schema's own text that stands before the first module.
+        """
         if not modules:
             return len(self._parts)
         return bisect_left(self._positions, self._layout.boxes[modules[0].path].position)

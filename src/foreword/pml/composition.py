@@ -155,8 +155,8 @@ class Composition:
     def num_exact_tokens(self) -> int:
         """The number of first tokens whose linked KV equals the KV of the plain prompt, bit for bit.
 
-        The positions of these tokens are indices, and each source begins with the same tokens as the prompt. So no KV
-        has to be moved, and nothing is approximate: these are ordinary blocks with ordinary keys.
+        The position of each of these tokens is its index, and each source begins with the same tokens as the prompt. So
+        no KV has to be moved, and nothing is approximate: these are ordinary blocks with ordinary keys.
         """
         begins = self.begins
         for part, index in zip(self.parts, begins, strict=False):
@@ -171,7 +171,7 @@ class Composition:
 
 
 def concatenated(pieces: Sequence[Source | TokenIds]) -> Composition:
-    """Make a prompt of pieces without gaps between them. Each source is linked as a whole. Token ids are computed.
+    """Make a prompt of pieces without gaps between them. Sources are linked as a whole; other pieces are computed.
 
     For prompts without a schema, such as documents and a question. Pieces without tokens are left out.
     """

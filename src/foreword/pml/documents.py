@@ -30,7 +30,7 @@ Encode = Callable[[str], TokenIds]
 
 @dataclass(frozen=True, slots=True)
 class DocumentTokens:
-    """The tokens of a prompt of documents, by piece."""
+    """The tokens of a prompt of documents, in pieces: head, documents, question."""
 
     head: TokenIds
     """The opening and the instructions."""

@@ -1,4 +1,4 @@
-"""Edits: links a prompt that was cut or changed in the middle from the earlier prompt.
+"""Edits: if a prompt is an earlier prompt with a cut or change in the middle, links the rest from the earlier prompt.
 
     earlier prompt     system   user 1   tool result, 900 tokens   answer 1   user 2   answer 2
                        |        |                                  |          |        |
@@ -27,7 +27,7 @@ TokenArray = npt.NDArray[np.int32]
 
 
 def compose_edit(token_ids: Sequence[int] | TokenArray, before: Sequence[int] | TokenArray) -> Composition:
-    """Compose the edited prompt `token_ids`. Parts that `before` has in the same order can be linked from there.
+    """Compose the edited prompt `token_ids`. Parts that `before` has in the same order can be linked from it.
 
     Takes time and memory proportional to the tokens. Runs of fewer than LEAST_RUN tokens are computed.
     """
@@ -84,7 +84,7 @@ def _longest(
 ) -> Run:
     """The longest run around a window that begins in `new` within WINDOW tokens from `at`, but not before `least`.
 
-    A text that repeats itself matches windows of several repetitions. The first match gives the whole run.
+    In a text that repeats itself, a window is found at several places of `old`. The first place gives the whole run.
     """
     best = (at, 0, 0)
     for number in range(at, min(at + WINDOW, len(new) - WINDOW + 1)):

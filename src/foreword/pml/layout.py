@@ -41,7 +41,8 @@ class SchemaText:
     """The token that fills parameters while their module is computed."""
     around: Callable[[Role | None, Role], tuple[str, str]]
     """Returns the texts before and after a message, given the roles of the previous message and of this message. For
-    the first message, the previous role is None, and the text lacks the opening. Raises ChatTemplateError."""
+    the first message, the previous role is None, and the text before the message does not contain the opening. Raises
+    ChatTemplateError."""
     answer: Callable[[Role], str]
     """Returns the text that opens the assistant's answer after a message of this role. Raises ChatTemplateError."""
     max_token_characters: int | None = None
@@ -53,7 +54,7 @@ class Bounds:
     """Limits of a schema."""
 
     max_module_tokens: int | None = None
-    """The most tokens of a module with its scaffold, which must fit into one request together; None: any number."""
+    """The most tokens of a module and its scaffold together, since one request computes both; None: no limit."""
     max_tokens: int = MAX_SCHEMA_TOKENS
     go_on: Callable[[], object] = lambda: None
     """Called before each text is tokenized. It may raise an error to end the work."""
@@ -209,7 +210,10 @@ class Layout:
 
     @functools.cached_property
     def num_source_tokens(self) -> int:
-        """The number of tokens of all sources. No source is made for the count, because each repeats its scaffold."""
+        """The number of tokens of all sources. No source is made for the count.
+
+        Making all sources would take much memory, because each source repeats the tokens of its scaffold.
+        """
         number_of: dict[TokenIds, int] = {}
         number = {path: number_of.setdefault(box.own_ids, len(number_of)) for path, box in self.boxes.items()}
         counts: dict[tuple[bool, tuple[int, ...]], int] = {}

@@ -44,7 +44,7 @@ class SchemaPrompt:
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """The plain prompt: the same tokens without gaps, [tokens]. It runs if nothing is linked."""
+        """The plain prompt: the same tokens without gaps, [tokens]. The engine runs it if nothing is linked."""
         return self.composition.token_ids
 
 

@@ -88,7 +88,8 @@ class Union:
 
     members: tuple[Module, ...]
     scaffold: str | None = None
-    """The member with which Prompt Cache's code computes the rest of a schema. It has no effect here."""
+    """In the code of the Prompt Cache paper: the member with which the rest of a schema is computed. foreword ignores
+    it."""
     place: Place = field(default=Place(), compare=False)
 
 

@@ -31,12 +31,13 @@ from foreword.kernels.runtime.threads import Operation, Program
 from foreword.kernels.step_plan import FOLD, FOLD_QUERIES, LEADING, Sharing, StepPlan
 
 ALONE_UNITS, ALONE_PARTIALS = 4, 512
-"""The calling thread works alone if items times KV heads, or partial results, are at most these: about 20 us."""
+"""The calling thread works alone if items times KV heads, or partial results, are at most these. It then takes about 20
+us."""
 
 FOLD_ROWS, FEWEST_FOLD_QUERIES = 1024, 16
-"""The most rows of a fold. A row is one query of one head. Rows should stay in a core's cache, so folds have fewer
-queries if many heads share a KV head, but the limit is never below FEWEST_FOLD_QUERIES. With 128 heads, small folds are
-15% faster, and leave more items to threads (docs/decisions/0057)."""
+"""The most rows of a FOLD item; a row is one query of one head. An item's rows should stay in a core's cache, so if
+many heads share a KV head, the item has fewer queries. The limit of queries is never lower than FEWEST_FOLD_QUERIES.
+With 128 heads, small items are 15% faster, and there are more items to share out to threads (docs/decisions/0057)."""
 
 PLAN_ARGUMENTS = "tables table_width block_size requests seen_to items num_items members merges num_merges".split()
 STEP_ARGUMENTS = *PLAN_ARGUMENTS, "partial_stats", "partial_mixed", "scratch", "scratch_bytes"
@@ -117,7 +118,7 @@ class AttentionOperations:
     def bind_rows(self, query: tuple[int, int, int], output: int) -> None:
         """Set `query` (address, bytes from token to token, bytes from head to head) and the address of the output.
 
-        The output [rows, heads, value_dim] has the type of `set_layer`.
+        The output [rows, heads, value_dim] has the `dtype` that `set_layer` was called with.
         """
         for a in (self.items.arguments, self.merges.arguments):
             a["query"], a["query_token_bytes"], a["query_head_bytes"] = query
@@ -136,8 +137,8 @@ class CpuAttention:
         self._both = Program((self._operations.items, self._operations.merges))
         self._scratch: dict[tuple[int, ...], tuple[Int64Array, int, int]] = {}
         self._num_kv_heads, self._num_groups = 1, 1
-        """The number of KV heads, and of query heads per KV head, in the last layer that ran: a plan is made before its
-        layers run. The numbers change no result."""
+        """The number of KV heads, and of query heads per KV head, in the last layer that ran. `plan` uses them, since a
+        step is planned before its layers run. The numbers change no result."""
         self._partials = torch.empty(0)
         self._outgrown: list[Tensor] = []
         """Memory that became too small for partial results, but that operations of this step may still use."""
@@ -244,7 +245,7 @@ class JoinedItems:
     """The work of the CPU kernel in a step."""
 
     items: Int64Array
-    """[items, 4]: items as in `StepPlan.items`, and (LEADING, number of chunks, first member, last member + 1)."""
+    """[items, 4]: the items of `StepPlan.items`, and items of the kind LEADING; `step_plan` describes the columns."""
     merges: Int64Array
     """[queries, 3]: request, query, and the number of leading chunks, whose merged result is in chunk 0's slot."""
 

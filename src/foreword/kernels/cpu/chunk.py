@@ -1,11 +1,11 @@
 """Attends to one chunk of KV with any number of rows: packs the chunk, multiplies keys, weighs, and multiplies values.
 
-Compiled by numba. Packed vectors hold 16 tokens of keys, or 16 dimensions of values. If rows are few, keys and values
-are multiplied where they lie, because packing a chunk and reading it again takes longer than multiplying it by the rows
-of one decoding request. The arithmetic and its order do not change. Every 16 tokens prefetch an equal part of the next
-chunk, so that requests to memory do not queue. On a Zen 4 processor, attention of decoding requests then takes 0.6 to
-0.8 of the time that it takes with packed chunks, and steps of 16 requests are 6 to 10% faster
-(docs/decisions/0008-cpu-attention.md).
+Compiled by numba. Packed vectors hold 16 tokens of keys, or 16 dimensions of values. If there are only a few rows, keys
+and values are multiplied where they lie, because packing a chunk and reading it again takes longer than multiplying it
+by the rows of one decoding request. The arithmetic and its order do not change. With every 16 tokens, an equal part of
+the next chunk is prefetched, so that requests to memory do not queue. On a Zen 4 processor, attention of decoding
+requests then takes 0.6 to 0.8 of the time that it takes with packed chunks, and steps of 16 requests are 6 to 10%
+faster (docs/decisions/0008-cpu-attention.md).
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from foreword.kernels.step_plan import CHUNK
 
 @inlined
 def _attend_rows(a: Any, s: Any, kv_head: int, rows: tuple[int, int], kind: int, packed: Any, ask: int) -> None:
-    """Compute partial results of some rows of the row table, at most MOST_TILED_ROWS, with a chunk, `packed` or not.
+    """Compute one chunk's partial results of at most MOST_TILED_ROWS rows of the row table.
 
-    `ask` is 2 ** 16 times the number of the next chunk's tokens to prefetch with each row.
+    `packed`: whether the chunk is packed. `ask` is 2 ** 16 times the number of the next chunk's tokens to prefetch with
+    each row.
     """
     num_rows = rows[1] - rows[0]
     table, scores, stats = s.row_table + ROW_BYTES * rows[0], s.row_scores, s.row_stats
@@ -115,7 +116,7 @@ def _multiply_values(a: Any, s: Any, num_rows: int, start: int, high: int) -> No
 
 @inlined
 def _attend(a: Any, s: Any, kv_head: int, num_rows: int, bounds: tuple[int, int], kind: int) -> None:
-    """Attend with all rows of the table to one chunk, after `find_tokens`; `bounds`: the tokens that some row sees."""
+    """Attend to one chunk with all rows of the row table, after `find_tokens`; `bounds`: tokens that any row sees."""
     num_parts, ask = -(-num_rows // (MOST_TILED_ROWS if a.mode == TILES else simd.ROWS)), 0
     packed = not are_few(a, num_rows)
     if packed:
@@ -226,10 +227,10 @@ def pack_values(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
 
 @inlined
 def are_few(a: Any, num_rows: int) -> Any:
-    """Whether rows are so few that packing, which costs as much as reading a chunk twice, does not pay.
+    """Whether there are too few rows for packing to be worth it; packing costs as much as reading a chunk twice.
 
-    Chunks are always packed in modes other than PAIRS, if heads are not whole vectors of pairs, and if elements are
-    codes, because packing decodes them.
+    A chunk is always packed if the mode is not PAIRS, if a head does not fill whole vectors of pairs, or if elements
+    are codes, because packing decodes the codes.
     """
     return (
         a.mode == PAIRS
@@ -246,7 +247,7 @@ def multiply_keys_directly(
 ) -> None:
     """Compute scores of some rows' queries with whole vectors of tokens.
 
-    `seen`: the tokens that rows may see, from a panel's first token on, where weights and packed memory begin.
+    `seen`: (first, last + 1) of the tokens that rows see; `first` is rounded down to the beginning of a panel.
     `ask` is 2 ** 16 times the number of the next chunk's tokens to prefetch with each row.
     """
     num_steps, key_bytes = -(-(seen[1] - seen[0]) // LANES), 2 * a.key_dim
@@ -263,7 +264,7 @@ def multiply_keys_directly(
 def multiply_values_directly(
     a: Any, s: Any, kv_head: int, rows: tuple[int, int], seen: tuple[int, int], ask: int
 ) -> None:
-    """Mix values, where they lie, by the rows' weights."""
+    """For each row, add up the values times the row's weights. Values are read where they lie, without packing."""
     num_steps, value_bytes, mixed = -(-(seen[1] - seen[0]) // LANES), 2 * a.value_dim, s.row_mixed
     simd.clear_bytes(mixed, (rows[1] - rows[0]) * 2 * value_bytes)
     for step in range(num_steps):
@@ -279,6 +280,6 @@ def multiply_values_directly(
 
 @inlined
 def _to_ask_for(ask: int, rows: tuple[int, int], step: int, num_steps: int) -> tuple[int, int]:
-    """Returns which tokens of the next chunk one step of the work on these rows prefetches: (first, last + 1)."""
+    """The tokens of the next chunk that are prefetched in one step of the work on these rows: (first, last + 1)."""
     begin, total = ask * rows[0], ask * (rows[1] - rows[0])
     return (begin + total * step // num_steps) >> 16, (begin + total * (step + 1) // num_steps) >> 16

@@ -100,7 +100,7 @@ def see_nothing(stats: int, row: int) -> None:
 
 @inlined
 def find_peaks(a: Any, table: int, num_rows: int, scores: int, stats: int, panels: tuple[int, int]) -> None:
-    """Find the peaks of a table's rows in their scores [rows, CHUNK]."""
+    """Find the peak of each row of a row table among the row's scores, [rows, CHUNK]."""
     for row in range(num_rows):
         low, high = row_at(table, row).low, row_at(table, row).high
         if low < high:
@@ -128,7 +128,7 @@ def factor(a: Any) -> Any:
 
 @inlined
 def keep_rows(a: Any, s: Any, table: int, num_rows: int, stats: int, mixed: int, kind: int) -> None:
-    """Merge rows' results into a fold's results, or leave them as partial results."""
+    """For a FOLD item, merge the rows' results into its results so far; otherwise store them as partial results."""
     width, factors = a.value_width, s.row_factors
     if kind == FOLD:  # the targets of its rows are consecutive
         merge_stats(s.fold_stats + STATS_BYTES * row_at(table, 0).target, stats, factors, num_rows)
@@ -149,7 +149,7 @@ _GROUP = 8
 
 @inlined
 def weigh_in_tiles(a: Any, s: Any, rows: tuple[int, int], bounds: tuple[int, int, int, int], ask: int) -> None:
-    """Compute the weights and stats of rows[0] <= row < rows[1] of the row table.
+    """Compute the weights and stats of the rows from rows[0] to rows[1] - 1 of the row table.
 
     `bounds` is the result of `find_bounds`. `ask` is 2 ** 16 times the number of the next chunk's tokens to prefetch
     with each row.
@@ -223,10 +223,12 @@ def _end_of_alike(table: int, row: int, end: int) -> Any:
 def _weigh_group(
     a: Any, s: Any, group: tuple[int, int, int], panel: int, scores: tuple[int, int], seen_by_all: bool
 ) -> None:
-    """Compute the weights of rows that see the same tokens, and the rows' peaks if these tokens begin in the panel.
+    """Compute the weights of rows that see the same tokens, in one panel of 64 tokens.
 
-    `group`: the first row's number in the table and in the part, and the number of rows; `scores`: the address of the
-    first row's scores, and the bytes between rows.
+    If the first token that the rows see is in the panel, also estimate the rows' peaks.
+
+    `group`: the first row's index in the row table, its index among the rows that are computed now, and the number of
+    rows. `scores`: the address of the first row's scores, and the bytes between rows.
     """
     entry, (_, row, count) = row_at(s.row_table, group[0]), group
     low, high, stats = entry.low - panel, entry.high - panel, s.row_stats + STATS_BYTES * row

@@ -19,7 +19,8 @@ One thread computes an item of work for one KV head:
 
 Keys are packed so that 16 tokens fill a vector, values so that 16 dimensions fill a vector; queries and weights are
 broadcast. If the processor multiplies pairs of bfloat16, weights are first rounded to bfloat16, and the rounded weights
-are summed. With vectors of pairs, few rows multiply keys and values where they lie (`chunk.py`).
+are summed. In the mode PAIRS, if there are only a few rows, keys and values are not packed: they are multiplied where
+they lie in memory (`chunk.py`).
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ def _take_unit(a: Any, s: Any) -> Any:
 
 @compiled
 def _take_queries(a: Any, s: Any, place: tuple[int, int, int], queries: tuple[int, int]) -> None:
-    """Write some queries of one request as words, padded with zeros; `place`: request, KV head, rows so far."""
+    """Write some queries of one request as words, padded with zeros.
+
+    `place`: request, KV head, and the number of rows written before.
+    """
     request, kv_head, row = place
     mode, dim = a.mode, a.key_dim
     num_bytes, num_words = dim * a.item_bytes, a.key_words
@@ -103,7 +107,7 @@ def _add_rows(
 ) -> tuple[int, int]:
     """Append the rows of some queries of one request, and return which tokens of the chunk they see.
 
-    `place`: request, KV head, rows so far.
+    `place`: request, KV head, and the number of rows appended before.
     """
     request, kv_head, count = place
     num_groups, num_heads = a.num_groups, a.num_groups * a.num_kv_heads
@@ -129,7 +133,7 @@ def _add_rows(
 
 @compiled
 def _begin_rows(a: Any, s: Any, num_rows: int) -> None:
-    """Begin the results of `num_rows` rows, which have seen nothing yet."""
+    """Clear the results of `num_rows` rows, which have attended to no token yet."""
     width = a.value_width
     stats, mixed = s.fold_stats, s.fold_mixed
     for row in range(num_rows):
@@ -139,7 +143,7 @@ def _begin_rows(a: Any, s: Any, num_rows: int) -> None:
 
 @compiled
 def _fold(a: Any, s: Any, item: Any, kv_head: int) -> Any:
-    """Compute the results of some queries of one request, from the first chunk to the last. Returns the next unit."""
+    """Compute some queries of one request, from the first chunk to the last. Returns the next unit of work."""
     request, first, count = item.number, item.first, item.last
     num_groups = a.num_groups
     num_rows = count * num_groups
@@ -202,7 +206,7 @@ def _add_members(a: Any, s: Any, members: tuple[int, int], kv_head: int, chunk: 
 
 @compiled
 def _attend_shared(a: Any, s: Any, item: Any, kv_head: int) -> Any:
-    """Attend to one chunk for all queries of the requests that share the chunk. Returns the next unit."""
+    """Attend to one chunk for all queries of the requests that share the chunk. Returns the next unit of work."""
     chunk, first, end = item.number, item.first, item.last
     low, high = _add_members(a, s, (first, end), kv_head, chunk, SHARED)
     following = _take_unit(a, s)
@@ -216,7 +220,7 @@ def _attend_shared(a: Any, s: Any, item: Any, kv_head: int) -> Any:
 
 @compiled
 def _attend_leading(a: Any, s: Any, item: Any, kv_head: int) -> Any:
-    """Attend to the first chunks, which some requests share, for all queries of these requests. Returns the next unit.
+    """Attend to the first chunks, which some requests share, for all their queries. Returns the next unit of work.
 
     The merged result is stored in the slot of chunk 0.
     """

@@ -229,7 +229,10 @@ def rounded_pairs(builder: Any, low: Any, high: Any) -> Any:
 
 
 def by_rows(signature: str, counts: Sequence[int], emit: Callable[[Any, int, Sequence[Any]], None]) -> Any:
-    """Make a numba function of a number of rows, and of `signature`. It has separate code for each of `counts`."""
+    """Make a numba function of a number of rows and further arguments, which `signature` describes.
+
+    The function has separate code for each number in `counts`.
+    """
 
     @instructions("i" + signature)
     def function(builder: Any, num_rows: Any, *arguments: Any) -> None:

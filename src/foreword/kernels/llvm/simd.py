@@ -5,7 +5,7 @@ processor multiplies pairs (AVX512_BF16), a pair of bfloat16: two neighbours alo
 is one chain of fused multiply-adds along k, from 0 upwards, starting at 0.
 
 If there are few rows, keys and values are multiplied where they lie, without packing. Keys are then transposed, and
-values interleaved, in registers instead of packed memory, so an element's sum is the same chain.
+values interleaved, in registers instead of packed memory. So an element is the same chain of multiply-adds.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _emit_transpose(builder: Any, words: list[Any], target: Any, stride_bytes: A
 
 @emit.instructions("aiai")
 def transpose_words(builder: Any, rows: Any, offset_bytes: Any, target: Any, stride_bytes: Any) -> None:
-    """Write the columns of 16 words of 16 rows; `rows` points to the rows' addresses."""
+    """Read 16 words of each of 16 rows, and write the columns; `rows` points to the rows' addresses."""
     addresses = [emit.load(builder, rows, 8 * row, I64) for row in range(LANES)]
     words = [emit.load(builder, builder.add(address, offset_bytes), 0, I32S) for address in addresses]
     _emit_transpose(builder, words, target, stride_bytes)
@@ -138,7 +138,7 @@ def transpose_words(builder: Any, rows: Any, offset_bytes: Any, target: Any, str
 
 @emit.instructions("aiai")
 def transpose_widened(builder: Any, rows: Any, offset_bytes: Any, target: Any, stride_bytes: Any) -> None:
-    """Write the columns of 16 bfloat16 of 16 rows as float32."""
+    """Read 16 bfloat16 of each of 16 rows, and write the columns as float32."""
     addresses = [emit.load(builder, rows, 8 * row, I64) for row in range(LANES)]
     halves = [emit.load(builder, builder.add(address, offset_bytes), 0, I16S) for address in addresses]
     words = [builder.bitcast(emit.widened(builder, half), I32S) for half in halves]
@@ -150,7 +150,9 @@ def _transpose_codes(of_pairs: bool) -> Any:
     def transpose(
         builder: Any, rows: Any, offset_bytes: Any, scales: Any, scale_offset: Any, target: Any, stride_bytes: Any
     ) -> None:
-        """Write the columns of 16 words of 16 rows of codes. A word is a float32, or a pair of bfloat16.
+        """Decode 16 words of each of 16 rows of codes, and write the columns: column i goes to target + i * stride.
+
+        A word is a float32, or a pair of bfloat16.
 
         `rows` points to the addresses of the rows, `scales` to the addresses of the rows' scales.
         """
@@ -271,7 +273,7 @@ def multiply_add(builder: Any, total: Any, left: Any, right: Any, of_pairs: bool
 
 product_64, product_32 = _product(4, False), _product(2, False)
 pair_product_64, pair_product_32 = _product(4, HAS_BF16_DOT), _product(2, HAS_BF16_DOT)
-"""The names have the number of columns. Products of pairs are called only where HAS_BF16_DOT."""
+"""The number in each name is the number of columns. Products of pairs are called only if HAS_BF16_DOT is true."""
 
 
 DIMS = 2 * LANES
@@ -302,8 +304,13 @@ def _emit_keys(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
 score_keys = emit.by_rows("aiaiiai", _COUNTS, _emit_keys)
 """Compute the scores of some rows and 16 tokens.
 
-Arguments: the number of rows; their queries, and the bytes between queries; the address of 16 tokens' addresses, and
-the key's offset from a token's address; words of a key; the scores, and the bytes between rows.
+Arguments:
+
+    num_rows
+    queries, query_bytes    the address of the first row's query, and the bytes from one row to the next
+    keys, offset            the address of 16 tokens' addresses, and the offset of the key from a token's address
+    num_words               words of a key
+    scores, score_bytes     the address of the first row's scores, and the bytes from one row to the next
 """
 
 
@@ -332,6 +339,11 @@ def _emit_values(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
 add_values = emit.by_rows("aiaiiai", _COUNTS, _emit_values)
 """Add the values of some pairs of tokens to 32 dimensions of some rows' mixtures.
 
-Arguments: the number of rows; their weights, and the bytes between rows; the address of the tokens' addresses, and the
-dimensions' offset from a token's address; the number of pairs; the mixtures, and the bytes between rows.
+Arguments:
+
+    num_rows
+    weights, weight_bytes   the address of the first row's weights, and the bytes from one row to the next
+    values, offset          the address of the tokens' addresses, and the dimensions' offset from a token's address
+    num_pairs
+    mixed, mixed_bytes      the address of the first row's mixture, and the bytes from one row to the next
 """

@@ -33,8 +33,8 @@ HAS_FLOAT16 = bool(llvm.get_host_cpu_features().get("avx512fp16"))
 PANEL_TOKENS = 64
 MARGIN = 44.0
 LEAST_SUM, MOST_SUM = 2.0**-46, 1.0
-"""Bounds of the sum of a row's weights, if its peak is MARGIN above one of its scores, rounded up, and no score is far
-above the peak."""
+"""If the sum of a row's weights is outside these bounds, the row is weighed again. Its estimated peak was then too far
+from its scores."""
 _HALVES, _FLOAT16S = ir.VectorType(I16, 2 * LANES), ir.VectorType(ir.HalfType(), 2 * LANES)
 _FRACTION, _ONE, _BFLOAT16_ONE = 511, 0x3C00, 0x3F80
 _LEAST_POWER = 76.0
@@ -184,7 +184,7 @@ def weigh_seen(builder: Any, *arguments: Any) -> None:
 
 @emit.instructions("aa")
 def sum_lanes(builder: Any, total: Any, stats: Any) -> None:
-    """Write the sum of a row's weights, from 16 lanes as a tree, to its stats."""
+    """Join the 16 lanes of `total` as a tree; write the result, the sum of a row's weights, to the row's stats."""
     joined = emit.reduce(builder, emit.load(builder, total), builder.fadd)
     emit.store(builder, emit.first(builder, joined), stats, 4)
 

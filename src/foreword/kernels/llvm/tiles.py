@@ -172,7 +172,7 @@ product_16, product_32 = _product(1), _product(2)
 
 
 def multiply_beside(signature: str, beside: Callable[..., None]) -> Any:
-    """Make a product of up to 32 rows that does other work in each step, so that vectors and tiles work together.
+    """Make a product of up to 32 rows that does other work in each step: vector instructions run while tiles multiply.
 
     `beside(builder, step, *others)` emits the other work. The made function takes rows, bytes between rows, weights,
     the number of steps, and then `others`, whose letters are `signature`.

@@ -9,8 +9,8 @@ times such a number, which 256 inputs share.
     step      32 inputs: their integers, then their codes in planes, of which each has some bits of every code;
               a byte of a plane of 4 bits has the codes of two units, the first in the low bits
 
-A unit has a code of each output: 16 bytes for one input, or 64 for a *quad* of four inputs, which lie side by side for
-each output, as products in integers read them.
+A unit has the codes of all 16 outputs for one input (16 bytes), or for a *quad* of four inputs (64 bytes). In a quad,
+the four codes of an output lie side by side, as products in integers read them.
 """
 
 from __future__ import annotations
@@ -206,7 +206,10 @@ class Panels:
         return -(-shape[0] // PANEL) * (shape[1] // (STEP * kind.head_steps)) * kind.super_bytes
 
     def fill(self, first: int, codes: Codes) -> None:
-        """Pack outputs from `first` on, where a panel begins. Outputs that are missing in the last panel become 0."""
+        """Pack outputs from number `first` on, a multiple of 16.
+
+        If the last panel is not full, its missing outputs become 0.
+        """
         kind, missing = self.kind, -len(codes.codes) % PANEL
         num_panels, num_steps = (len(codes.codes) + missing) // PANEL, self.shape[1] // STEP
 
@@ -273,7 +276,7 @@ def _to_plane(units: npt.NDArray[Any], bits: int, low: int) -> Bytes:
 
 
 def _from_plane(plane: Bytes, bits: int, size: int) -> npt.NDArray[Any]:
-    """The bits of units [outputs, units, size] from a plane [outputs, steps, bytes]."""
+    """Unpack a plane [outputs, steps, bytes]: returns the bits of its units, [outputs, units, size]."""
     if bits == WHOLE:
         return np.ascontiguousarray(plane).view(np.uint16).reshape(len(plane), -1, size)
     packed = plane.reshape(*plane.shape[:2], -1, 1, size)

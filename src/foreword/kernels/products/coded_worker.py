@@ -1,9 +1,9 @@
 """Products of float32 rows and coded weights, compiled by numba for any x86-64 processor with AVX2.
 
-Panels of codes (`coded.py`) and rows are memory addresses here. Threads take units, some panels x some rows, from a
-counter. A unit expands up to eight steps of a panel to numbers in the first-level cache, and multiplies all its rows by
-the numbers. A single row is multiplied during the expansion. An element of the result is computed in one order, which
-the number of rows does not change:
+Panels of codes (`coded.py`) and rows are memory addresses here. Threads take units of work from a counter; a unit is
+some panels times some rows. A thread expands up to eight steps of a panel to float32 numbers, which stay in the
+first-level cache, and multiplies all rows of the unit by these numbers. A single row is multiplied during the
+expansion. An element of the result is computed in one order, which the number of rows does not change:
 
     for a group     two chains of fused multiply-adds, for the even and the odd inputs; then the sum of both
     for all groups  one chain: result = scale * (that sum) + result, and result = offset * (sum of inputs) + result
@@ -166,7 +166,10 @@ class Planes(NamedTuple):
 def for_steps(
     builder: Any, kind: CodeFormat, source: Any, num_steps: Any, carried: list[Any], body: Callable[..., list[Any]]
 ) -> list[Any]:
-    """Run `carried = body(step, scales, planes, *carried)` for each step; `scales`: [parts][groups] vectors."""
+    """Run `carried = body(step, scales, planes, *carried)` for each step.
+
+    `scales[part][group]` is a vector of 16 outputs; part 0 has the scales, part 1 the offsets.
+    """
     shared = _head(builder, kind, source) if kind.head_steps > 1 else None
     stride = kind.step_bytes if kind.head_steps > 1 else kind.super_bytes
     num_groups = STEP // kind.group
@@ -301,16 +304,28 @@ def _multiply_one(builder: Any, form: int, arguments: Sequence[Any]) -> None:
 
 
 multiply_one = emit.by_rows("aiaaa", range(len(FORMS)), _multiply_one)
-"""Do `expand` and `multiply` for one row, without memory in between. Arguments: the number of the format; the first
-step, with its head; the number of steps; the row; the row's sums of inputs; the row's sums.
+"""Do `expand` and `multiply` for one row, without memory in between. Arguments:
+
+    form       the number of the format in `FORMS`
+    source     the address of the first step, with its head
+    num_steps
+    row        the address of the row
+    inputs     the address of the row's sums of inputs: for each step, one sum for each group
+    sums       the address of the row's 16 results, to which the products are added
 """
 multiply = emit.by_rows(
     "aiaiaai", [16 * kind + count for kind in range(4) for count in range(1, MOST_ROWS + 1)], _multiply
 )
-"""Add products of rows and expanded steps to sums; the first argument is 16 * kind + the number of rows.
+"""Add products of rows and expanded steps to the rows' results. The first argument is 16 * kind + the number of rows;
+`kind` is that of `CODED`. The others:
 
-The other arguments: the address of the rows; the bytes from a row to the next; the address of the expanded steps; their
-number; the address of the sums; the address of the first step's sums of inputs; the bytes to the next row's.
+    rows          the address of the first row
+    row_bytes     the bytes from one row to the next
+    expanded      the address of the steps that `expand` wrote
+    num_steps
+    sums          the address of the results, 16 for each row
+    inputs        the address of the first row's sums of inputs: for each step, one sum for each group
+    inputs_bytes  the bytes from one row's sums of inputs to the next row's
 """
 
 

@@ -10,9 +10,15 @@ Panels of quads (`coded.py`) and rows are memory addresses here. Two workers:
 So the bits of a result depend on no other row, on no thread and on no instruction set. scale = max |x| / 127; n is x *
 (127 / max |x|), rounded to the nearest whole number, halves to even. Inputs below TINY are 0.
 
-A quantised step has 64 bytes: 32 numbers; the scale; the sums of all, of the first 16 and of the last 16 numbers as
-integers; and the same sums times the scale. AVX2 adds two products of bytes in 16 bits. This worker adds more products
-in the 16 bits, up to the largest number of products that cannot overflow. VNNI adds four products in 32 bits.
+A quantised step has 64 bytes:
+
+    32 bytes   32 numbers
+    4          the scale, float32
+    12         three sums, int32: of all numbers, of the first 16, and of the last 16
+    12         these sums times the scale, float32
+
+AVX2 adds two products of bytes in 16 bits. This worker adds more products in the 16 bits, up to the largest number of
+products that cannot overflow. VNNI adds four products in 32 bits.
 """
 
 from __future__ import annotations
@@ -144,7 +150,7 @@ def _numbers(builder: Any, kind: CodeFormat, planes: Planes, quad: int, part: in
 
 
 def _piece(builder: Any, vector: Any, size: int, place: int) -> Any:
-    """The `size` elements of a vector from element size * place on."""
+    """Cut a vector into pieces of `size` elements, and return piece number `place`."""
     order = ir.Constant(ir.VectorType(I32, size), list(range(size * place, size * (place + 1))))
     return builder.shuffle_vector(vector, vector, order)
 
@@ -167,7 +173,7 @@ def _of_row(builder: Any, row: Any, quad: int, size: int) -> Any:
 
 
 def _sums_of_pairs(builder: Any, kind: CodeFormat, planes: Planes, rows: Sequence[Any], quads: range) -> list[Any]:
-    """For each row, the sums of some quads' products by AVX2: 16 int32."""
+    """For each row, the sums of the products of some quads, computed with AVX2: 16 int32, one for each output."""
     words, halves, signed = ir.VectorType(I32, 8), ir.VectorType(I16, 16), _is_signed(kind)
     largest = max(map(abs, kind.table)) if kind.table is not None else 128 if signed else (1 << sum(kind.planes)) - 1
     max_pairs = LARGEST // (2 * MOST * largest)  # pairs of products whose sum fits 16 bits
@@ -205,7 +211,10 @@ DOT: Dot | None = vnni if llvm.get_host_cpu_features().get("avx512vnni") else No
 def _sums_of_quads(
     builder: Any, kind: CodeFormat, planes: Planes, rows: Sequence[Any], quads: range, dot: Dot
 ) -> list[Any]:
-    """`_sums_of_pairs` in 32 bits. Sums of signed numbers are too large: by 128 times the sum of the row's numbers."""
+    """`_sums_of_pairs` in 32 bits.
+
+    With signed numbers, a sum is too large by 128 times the sum of the row's numbers.
+    """
     totals: list[Any] = [_words(0)] * len(rows)
     for quad in quads:
         left = _numbers(builder, kind, planes, quad, 0, 64)
@@ -273,9 +282,15 @@ def _emit_multiply(builder: Any, variant: int, arguments: Sequence[Any]) -> None
 _multiply = emit.by_rows(
     "aiaiia", [2 * form + many for form, kind in enumerate(FORMS) if kind.is_whole for many in (0, 1)], _emit_multiply
 )
-"""Write the sums of a panel and up to ROWS rows. Arguments: twice the number of the format, plus 1 for several rows;
-the panel, and the number of its heads; rows, the bytes from a row to the next, and the number of rows; the sums, with
-room for ROWS rows if there are several.
+"""Write the sums of a panel and up to ROWS rows. Arguments:
+
+    variant      2 * the number of the format, plus 1 if there are several rows
+    source       the address of the panel
+    num_supers   the number of the panel's heads
+    row          the address of the first row
+    row_bytes    the bytes from one row to the next
+    num_rows
+    sums         the address of the sums, with memory for ROWS rows if there are several rows
 """
 
 

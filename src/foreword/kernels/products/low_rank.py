@@ -26,7 +26,7 @@ from foreword.kernels.runtime.compiled import compiled, record, view, worker
 PARTS = 3
 """The number of parts of a table."""
 RANKS = 2
-"""Ranks are padded to a multiple of this number. It is the number of a row's chains that are computed together."""
+"""The number of ranks for which a row's sums are computed together. Ranks are padded to a multiple of this number."""
 MOST_ROWS = 3
 PART = record(
     "down",  # [rank, inputs] float32
@@ -67,7 +67,7 @@ def padded_inputs(count: int) -> int:
 
 
 def pack_down(matrix: Floats) -> Floats:
-    """Pad a matrix [rank, inputs] with zeros after its ranks and inputs."""
+    """Pad a matrix [rank, inputs] with zeros at the end of both axes."""
     rank, inputs = matrix.shape
     packed = np.zeros((-(-rank // RANKS) * RANKS, padded_inputs(inputs)), np.float32)
     packed[:rank, :inputs] = matrix
@@ -75,7 +75,7 @@ def pack_down(matrix: Floats) -> Floats:
 
 
 def pack_up(matrix: Floats) -> Floats:
-    """Pack a matrix [columns, rank] into panels [panels, rank, 16], with zeros after its columns and ranks."""
+    """Pack a matrix [columns, rank] into panels [panels, rank, 16], with zeros for missing columns and ranks."""
     columns, rank = matrix.shape
     padded = np.zeros((-(-columns // LANES) * LANES, -(-rank // RANKS) * RANKS), np.float32)
     padded[:columns, :rank] = matrix

@@ -1,9 +1,9 @@
 """Linear layers in pairs of bfloat16 for processors without tiles, compiled by numba.
 
-A unit's first rows are multiplied while the weights are expanded, because the processor can do part of both at once.
-The other rows, in blocks of nearly equal size, are multiplied by the expanded weights, which lie in the core's second
-cache. Long rows (along k) are cut into *parts*, and sums wait in memory from part to part. Sums are float32 in memory
-as in registers, so cutting changes no bit.
+A unit's first rows are multiplied while the weights are expanded, because the processor can do some of this work at the
+same time. The other rows, in blocks of nearly equal size, are multiplied by the expanded weights, which lie in the
+core's second cache. Long rows (along k) are cut into *parts*, and sums are kept in memory from part to part. Sums are
+float32 in memory as in registers, so cutting changes no bit.
 
     up to 8 rows     all are first rows, packed once for all steps; only two steps of expanded weights are kept
     up to 16         there is one block of other rows; each thread packs all rows once, for all steps
@@ -58,14 +58,15 @@ COLUMNS = PRODUCT_PANEL // emit.LANES
 """The number of vectors that hold one row's sums."""
 EXPANDED_BYTES = COLUMNS * TILE_BYTES
 FIRST_ROWS = (1, 2, 3, 4, 6, 8)
-"""The numbers of rows for which there is code that multiplies weights and expands them at once; 5 and 7 do not pay."""
+"""The numbers of rows for which there is code that expands weights and multiplies them at once. Code for 5 or 7 rows
+would bring little."""
 MOST_EXPANDED_ROWS = 14
 """The most rows that multiply expanded weights at a time: their sums fill 28 of 32 registers."""
 MOST_PANELS = 8
 """The most panels of a unit. With few rows, a unit has one panel, because threads wait for the last unit."""
 MOST_FIRST_ROWS = FIRST_ROWS[-1]
 MOST_PACKED_ROWS = 2 * MOST_FIRST_ROWS
-"""The most rows that a thread packs only once."""
+"""With at most this number of rows, a thread packs all rows only once, for all its units."""
 MOST_BLOCKS = 20
 """The most blocks of rows in a unit, in addition to the unit's first rows."""
 PART = 28
@@ -144,9 +145,19 @@ def _ahead(builder: Any, source: Any, distance: int, step: Any, num_steps: Any, 
 multiply_expanding = emit.by_rows("aaaiaiiaia", FIRST_ROWS, _emit_expanding)
 """Add the products of packed rows and some steps of a panel to the sums; the steps are expanded as they are multiplied.
 
-Arguments: the number of rows; rows, weights, the table of codes; the number of steps; the panel's first exception; the
-place of the first weight in the panel; the bytes from the last step's end to the weights that are needed next; the
-address for expanded steps; a mask: -1 keeps all expanded steps, EXPANDED_BYTES keeps two; the sums.
+Arguments:
+
+    num_rows
+    rows        the address of the packed rows
+    source      the address of the first step
+    table       the address of the table of codes
+    num_steps
+    entry       the address of the panel's first exception
+    place       the number of the first step's first weight in the panel
+    jump        the bytes from the last step's end to the weights that are needed next
+    buffer      the address for expanded steps
+    mask        -1 keeps all expanded steps, EXPANDED_BYTES keeps two
+    sums        the address of the sums
 """
 
 
@@ -175,12 +186,13 @@ def _emit_expanded(builder: Any, num_rows: int, arguments: Sequence[Any]) -> Non
 multiply_expanded = emit.by_rows("aaiaa", range(1, MOST_EXPANDED_ROWS + 1), _emit_expanded)
 """Add the products of packed rows and some expanded steps to the sums.
 
-Arguments: the number of rows; rows, weights; the number of steps; the sums; the weights to prefetch. Two lines are
-prefetched at each pair, which is a third more lines than the weights have.
+Arguments: the number of rows; the addresses of the packed rows and of the weights; the number of steps; the addresses
+of the sums and of the weights to prefetch. Two cache lines are prefetched for each pair of inputs, which is a third
+more lines than the weights have.
 """
 
 
-# If there are few rows, the rows after the first ones make one block, and there is room for it.
+# With few rows, the rows after the first ones must fit into one block, and the block into the memory for packed rows.
 assert MOST_PACKED_ROWS - MOST_FIRST_ROWS <= MOST_EXPANDED_ROWS <= min(MOST_PACKED_ROWS, LANES)
 
 
@@ -210,7 +222,7 @@ def _packed_bytes(num_rows: int) -> int:
 def _pack(
     a: Any, scratch: int, base: int, rows: tuple[int, int], count: int, steps: tuple[int, int], target: int
 ) -> None:
-    """Pack `count` of the rows at `base` for some steps; the last row stands in for missing rows.
+    """Pack `count` of the rows at `base`, for some steps. If there are fewer rows, the last row is packed repeatedly.
 
     Words after the packed rows are written too; the next pair's words overwrite them.
     """
@@ -224,7 +236,7 @@ def _pack(
 
 @inlined
 def _pack_few(a: Any, scratch: int, base: int) -> None:
-    """Pack the few rows at `base` for all steps: the first rows, except a single row, and then the other rows."""
+    """Pack the few rows at `base` for all steps: the first rows, unless there is only one, then the other rows."""
     target, everything, num_rows = scratch + _PACKED, (0, a.num_steps), a.num_rows
     if a.first > 1:
         _pack(a, scratch, base, (0, num_rows), a.first, everything, target)
@@ -235,9 +247,10 @@ def _pack_few(a: Any, scratch: int, base: int) -> None:
 
 @inlined
 def _begin_sums(a: Any, scratch: int, number: int, row: int, count: int, first_step: int) -> Any:
-    """Return the address of the sums of the unit's panel `number` for `count` rows, from the unit's `row` on.
+    """Return the address of the sums of panel `number` of the unit, for `count` rows from row `row` of the unit on.
 
-    Sums wait at this address from part to part, and begin at zero. If there is one part, all rows use the same address.
+    At the first part, sums are set to zero. From one part to the next, they are kept at this address. If there is only
+    one part, all rows use the same address.
     """
     sums = scratch + _SUMS + number * _PANEL_SUMS_BYTES
     if a.part_steps < a.num_steps:

@@ -1,9 +1,10 @@
 """Linear layers in AMX tiles, compiled by numba: multiplies rows by panels of weights, and writes results.
 
-Each unit of work expands its own weights. For few rows it expands a step at a time, while tiles multiply by the step
-before, so such a product waits for little but memory. For more rows it expands some panels at a time. The expanded
-panels then stay in the core's second cache for all rows of the unit. Long rows (along k) are cut into *parts*, and sums
-wait in memory from part to part. Sums are float32 in memory as in tiles, so cutting changes no bit.
+For each unit of work, a thread expands the unit's weights. With few rows, it expands one step while tiles multiply the
+rows by the step before; such a product waits for hardly anything but memory. With more rows, it expands some panels at
+a time. The expanded panels then stay in the core's second cache for all rows of the unit. Long rows (along k) are cut
+into *parts*, and sums are kept in memory from part to part. Sums are float32 in memory as in tiles, so cutting changes
+no bit.
 """
 
 from __future__ import annotations
@@ -65,10 +66,17 @@ def _set_units(a: Record, num_threads: int) -> None:
 
 
 def _beside(finish: Callable[..., None]) -> Any:
-    """Make the function for all steps of a product. Each step also writes a row's result of the product before.
+    """Make the function for all steps of a product. Each step also writes one row's result of the previous product.
 
-    Further arguments: the number of rows to write, and their sums, bias and target; the bytes between targets, and to
-    the next targets; the bytes between rows that will be read soon, and the first of these rows.
+    Further arguments:
+
+        num_rows       the number of rows of the previous product to write
+        sums, bias     the addresses of their sums and of the panel's bias
+        target         the address of the first row's result
+        target_bytes   the bytes from one row's result to the next
+        next_target    the bytes from `target` to the target of the present product
+        row_bytes      the bytes between rows that will be read soon
+        next_rows      the address of the first of these rows
     """
 
     def end_row(builder: Any, step: Any, *others: Any) -> None:
@@ -89,7 +97,7 @@ _multiply_beside_ends, _multiply_beside_gates = _beside(emit_end), _beside(emit_
 
 @inlined
 def _lay_out(scratch: int, num_rows: int, laid_out: int) -> int:
-    """Lay out tiles for `num_rows` rows, if `laid_out` is another number. Returns `num_rows`."""
+    """Lay out tiles for `num_rows` rows, unless they are laid out for this number (`laid_out`). Returns `num_rows`."""
     if num_rows != laid_out:
         tiles.lay_out(scratch + _CONFIG, num_rows)
     return num_rows
@@ -150,7 +158,7 @@ def _expand(a: Any, scratch: int, panels: tuple[int, int], part: tuple[int, int]
 def _sums_of(a: Any, scratch: int, block: int, number: int) -> Any:
     """The address of the sums of a block of rows and panel `number` of a unit.
 
-    If panels have only one part, no sums wait, and there are only two places for sums.
+    If rows have only one part, no sums are kept from part to part, and there are only two places for sums.
     """
     place = number % 2 if a.part_steps == a.num_steps else block * MOST_PANELS + number
     return scratch + _SUMS + place * _BLOCK_SUMS_BYTES
@@ -160,8 +168,8 @@ def _sums_of(a: Any, scratch: int, block: int, number: int) -> Any:
 def _multiply_block(a: Any, scratch: int, row: int, block: int, panels: tuple[int, int], part: tuple[int, int]) -> None:
     """Multiply 32 rows by expanded panels. The results of one panel are written during the product with the next.
 
-    No results wait during the product with the first panel, so the panel before it is neither read nor written. Lines
-    ahead are only prefetched, which is safe at any address.
+    During the product with the first panel, no results have to be written, so memory of the panel before it is neither
+    read nor written. The lines that follow are only prefetched, which is safe at any address.
     """
     stride, num_steps, waiting = a.row_bytes, part[1] - part[0], 0
     x = rows_of(a, panels[0]) + row * stride + part[0] * 64
@@ -192,7 +200,7 @@ def _multiply_block(a: Any, scratch: int, row: int, block: int, panels: tuple[in
 
 @inlined
 def _stream_units(a: Any, scratch: int) -> None:
-    """Compute units of panels, for few rows."""
+    """Compute units of some panels and all rows, for at most MOST_STREAMED_ROWS rows."""
     laid_out, following = 0, simd.fetch_add(a.counters, 1) * a.group
     while following < a.num_panels:
         first, following = following, simd.fetch_add(a.counters, 1) * a.group
@@ -205,7 +213,7 @@ def _stream_units(a: Any, scratch: int) -> None:
 
 @inlined
 def _expand_units(a: Any, scratch: int) -> None:
-    """Compute units of panels and rows, for more rows."""
+    """Compute units of some panels and some rows, for more than MOST_STREAMED_ROWS rows."""
     num_groups = (a.num_panels + a.group - 1) // a.group
     num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
     tiles.lay_out(scratch + _CONFIG, BLOCK_ROWS)

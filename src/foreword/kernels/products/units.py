@@ -59,7 +59,10 @@ class ProductWorker(NamedTuple):
 
 
 def set_group(a: Record, group: int) -> None:
-    """Set the number of a unit's panels: `group`, or a divisor of it if heads have panels of their own."""
+    """Set the number of a unit's panels to `group`.
+
+    If each head has its own panels, set a divisor of `group` instead, so that a unit has panels of one head only.
+    """
     a["group"] = group if a["head_panels"] == a["num_panels"] else math.gcd(group, int(a["head_panels"]))
 
 
@@ -78,7 +81,7 @@ def emit_end(builder: Any, sums: Any, bias: Any, target: Any) -> None:
 
 
 def emit_gate(builder: Any, sums: Any, bias: Any, target: Any) -> None:
-    """Write silu(g) * u of 16 g and 16 u of one row, each rounded as if it were written to memory."""
+    """Write silu(g) * u for 16 pairs of one row. g, u and silu(g) are rounded, as if they were written to memory."""
     gate, up = (emit.widened(builder, _bfloat16(builder, _half(builder, sums, bias, half))) for half in (0, 1))
     rounded = emit.widened(builder, _bfloat16(builder, silu(builder, gate)))
     emit.store(builder, _bfloat16(builder, builder.fmul(rounded, up)), target)
@@ -131,5 +134,5 @@ def exceptions_of(a: Any, panel: int) -> Any:
 
 @inlined
 def weights_of(a: Any, panel: int, step: int) -> Any:
-    """The address of a panel's weights from a step on."""
+    """The address at which the weights of this step begin, in a panel."""
     return a.weight + (panel * a.num_steps + step) * STEP_BYTES

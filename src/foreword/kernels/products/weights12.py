@@ -40,12 +40,12 @@ NUM_CODES = 16
 COUNTED = 64
 """About this number of outputs of a weight matrix is enough to find the most frequent upper bytes.
 
-The counted outputs lie an odd number apart, so that they are not the same dimension of every head.
+The distance between two counted outputs is odd. Otherwise, they could all be the same dimension of different heads.
 """
 _NEVER = 2**31 - 1
 _WORDS, _BYTES = ir.VectorType(ir.IntType(16), 32), ir.VectorType(ir.IntType(8), 64)
 _OF_TWO_ROWS = [row * 32 + 8 * part + word for part in range(4) for row in (0, 1) for word in range(8)]
-"""[64]: the word, of 64 words in two rows, to which each of 64 bytes belongs."""
+"""[64]: for each of 64 lower bytes of two rows, the word to which it belongs: 0 to 31 in row 0, 32 to 63 in row 1."""
 HAS_BYTE_LOOK_UP = bool(llvm.get_host_cpu_features().get("avx512vbmi"))
 """Whether this processor has the instruction that looks codes up. If not, these functions are never called."""
 WEIGHTS = HugePages()
@@ -73,9 +73,10 @@ class CompactPanels:
 
 
 def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int64], num_threads: int) -> CompactPanels:
-    """Pack the bits of weights [outputs, inputs], which share their inputs, in panels of 32 columns.
+    """Pack the bits of weight matrices [outputs, inputs] in panels of 32 columns. All matrices have the same inputs.
 
-    `order` [32 * panels]: the output in each column, counted over all weights, or -1; inputs are a multiple of 32.
+    `order` [32 * panels]: for each column, the number of its output, counted over all matrices; -1: the column is
+    empty. The number of inputs is a multiple of 32.
     """
     num_panels, num_inputs = len(order) // 32, weights[0].shape[1]
     num_steps = num_inputs // 32
@@ -174,7 +175,7 @@ def compact_group(builder: Any, source: Any, codes: Any, target: Any) -> Any:
 
 
 def _code_of(builder: Any, tables: list[Any], upper: Any) -> Any:
-    """Look each upper byte up in 256 codes: four look-ups among 64 codes, of which two bits choose one."""
+    """Look each upper byte up in 256 codes: four look-ups in 64 codes each. Two bits of the byte choose a result."""
     name = "llvm.x86.avx512.vpermi2var.hi.512"
     codes = [emit.call(builder, name, tables[two], upper, tables[two + 1]) for two in (0, 2, 4, 6)]
     for bit in (64, 128):
@@ -202,7 +203,8 @@ def expanded(panels: CompactPanels) -> npt.NDArray[np.uint16]:
 def expand_step(builder: Any, source: Any, table: Any, target: Any, far: Any, near: Any) -> None:
     """Expand a step to 2048 bytes, without exceptions; prefetch the steps at `far` and `near` line by line.
 
-    If all lines were requested at once, the requests would wait for each other, and the computation for the requests.
+    If all lines were requested at once, one request to memory would delay the next, and the computation would wait for
+    them.
     """
     upper = load_table(builder, table)
     for group in range(STEP_GROUPS):
@@ -244,7 +246,9 @@ def _look_up(builder: Any, table: Any, codes: Any) -> Any:
 
 
 def emit_exceptions(builder: Any, entry: Any, place: Any, end: Any, target: Any) -> Any:
-    """Write the exceptions among a panel's weights place <= i < end. The weight with i = place lies at `target`.
+    """Of a panel's weights with the numbers from `place` to `end` - 1, write those that are exceptions.
+
+    Weight number `place` lies at the address `target`; the next weights follow it.
 
     `entry` is the address of an entry of `exceptions`, at or before the first of these exceptions. Returns the address
     of the entry after the last of these exceptions.

@@ -91,7 +91,7 @@ class HugePages:
 
     @contextlib.contextmanager
     def touched_ahead(self, num_bytes: int) -> Iterator[None]:
-        """While the caller does something else, a thread touches `num_bytes` of memory, until the first `allocate`.
+        """While the caller does something else, a thread touches `num_bytes` of memory. The first `allocate` stops it.
 
         The first write to a page takes time: 0.1 s a GB if the system has free memory, and 2 s a GB if a virtual
         machine must ask its host. At the end, memory that was not allocated goes back to the system. Otherwise a single

@@ -124,7 +124,7 @@ class Program:
 
 
 class Wires:
-    """Copies numbers of one array to the arguments of many operations, in the time that Python takes for one layer."""
+    """Copies numbers from one array to arguments of many operations, in one compiled call for all layers of a model."""
 
     def __init__(self, wires: Sequence[tuple[Operation, str, int]]) -> None:
         """Each of `wires`: an operation, the name of an argument, and the index of the number in the array."""
@@ -165,7 +165,10 @@ def _call_for_number(builder: Any, function: Any) -> Any:
 
 @emit.instructions("aaaii", types.intp)
 def _call_system(builder: Any, function: Any, call: Any, address: Any, what: Any, number: Any) -> Any:
-    """Ask the system to do something to the threads that watch an address, without a time limit."""
+    """Make a FUTEX call without a time limit.
+
+    `what` is FUTEX_WAIT (sleep while the number at `address` is `number`) or FUTEX_WAKE (wake up to `number` threads).
+    """
     kind = ir.FunctionType(emit.I64, [emit.I64] * 5)
     none = ir.Constant(emit.I64, 0)
     return builder.call(builder.inttoptr(function, kind.as_pointer()), [call, address, what, number, none])
@@ -231,8 +234,9 @@ def _carry_numbers(arguments: Any) -> None:
 def _run_in_threads(call: Callable[[int], None], worker: int, arguments: int) -> None:
     """Run a worker once in each of torch's threads.
 
-    Where torch brings GNU's OpenMP, OpenMP's own threads run it. A second pool would compete with these threads, since
-    they spin for a while when they wait for work. Elsewhere plain threads run it, and are woken for each call.
+    If torch brings GNU's OpenMP, OpenMP's own threads run the worker. A second pool would compete with these threads,
+    since they spin for a while when they wait for work. Otherwise plain threads run the worker, and are woken for each
+    call.
     """
     num_threads, openmp = torch.get_num_threads(), gnu_openmp()
     if openmp is not None:
@@ -272,7 +276,7 @@ TURN_NS = 300_000
 MOST_IDLE = 64
 """The most processors for which a team of idle threads is started, because containers limit the number of threads."""
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
-"""Linux' sched_attr: size, policy, flags, nice, priority, runtime (here: the turn), deadline, period."""
+"""Linux' sched_attr: size, policy, flags, nice, priority, runtime (here: the time slice), deadline, period."""
 _GET_AND_SET = {"x86_64": (315, 314), "aarch64": (275, 274)}.get(platform.machine() if sys.platform == "linux" else "")
 """Linux' numbers of the calls sched_getattr and sched_setattr."""
 
@@ -280,7 +284,8 @@ _GET_AND_SET = {"x86_64": (315, 314), "aarch64": (275, 274)}.get(platform.machin
 def prepare_threads(num_threads: int | None) -> None:
     """Set the number of threads for numerical code, let these threads rest while they wait, and log the number.
 
-    None: torch's choice (its processors, which follow the affinity, or OMP_NUM_THREADS), at most the cgroup's quota.
+    None: OMP_NUM_THREADS or MKL_NUM_THREADS if one is set. Otherwise the number of processors that the affinity allows,
+    at most the cgroup's quota.
     """
     processors = read_processors()
     if num_threads is None and processors.quota is not None and not has_thread_count():
@@ -320,11 +325,12 @@ def _rest() -> bool:
 
 
 def take_short_turns() -> None:
-    """Ask Linux (6.12 and newer) for short turns, for this process's threads and the threads that they will start.
+    """Ask Linux (6.12 and newer) for short time slices, for this process's threads and those that they will start.
 
-    Threads that compute together meet hundreds of times in a step. Where other programs run too, each meeting waits
-    for a thread that is not running, and with the usual turns of 1.4 to 3 ms that is most of a step. Short turns give
-    no larger share of a processor: a thread that has slept gets its share sooner, and loses the processor sooner.
+    Threads that compute together wait for each other hundreds of times in a step. If other programs run too, they often
+    wait for a thread that is not running. With the usual time slices of 1.4 to 3 ms, such waits are most of a step.
+    Short slices give no larger share of a processor: a thread that has slept gets its share sooner, and loses the
+    processor sooner.
     """
     if _GET_AND_SET is None:
         return

@@ -6,8 +6,9 @@ The definition of a draw uses a sorted list of tokens, although the code does no
                      this list; the draw takes the token at which the running sum of weights passes uniform * sum
     not truncated    the same, with all tokens, by id
 
-The largest logit of each block of tokens shows which blocks have candidates. Candidates are partitioned about pivots,
-always on the side where the sum ends. So the number of candidates bounds the work.
+The largest logit of each block of tokens shows which blocks have candidates. To find the end of a beginning, the code
+partitions the candidates about a pivot, as quicksort does, and goes on only with the side in which the beginning ends.
+So the work is proportional to the number of candidates, on average.
 
 A weight is a logit's share of probability as a whole number. Whole numbers add up to the same sum in any order. So a
 total depends neither on blocks nor on a sort, and a draw without a sort takes the same token as a draw after a full
@@ -43,15 +44,18 @@ DRAWS = record(
 )
 """The arguments of draws."""
 SCALE, MIN_WEIGHT, TOP_K, TOP_P, UNIFORM = range(5)
-"""Options of a draw: log2(e) / temperature; the least weight to keep; the number of tokens to keep, `vocab` for all
-tokens; the share of weight to keep, 1 for all weight; and a number in [0, 1)."""
+"""Options of a draw:
+
+SCALE: log2(e) / temperature. MIN_WEIGHT: the least weight to keep. TOP_K: the number of tokens to keep, `vocab` for all
+tokens. TOP_P: the share of weight to keep, 1 for all weight. UNIFORM: a random number in [0, 1).
+"""
 THREADS_SEEN = 1
 """The index of the counter that gives threads their numbers. Each counter has its own cache line, 8 numbers."""
 _INFINITY = 0x7F800000
 SMALLER = 64.0
 """Each new try to collect the tokens of a top_p share includes weights that are smaller by this factor."""
 _SLACK = 1e-3
-"""A bound of logits is lowered by this exponent of 2, for safety. The bound only has to be low enough."""
+"""`_bound` subtracts this from its exponent of 2, because of rounding errors. A bound that is too low does no harm."""
 
 
 def scratch_bytes(vocab: int) -> int:
@@ -150,7 +154,10 @@ def _collect(row: Any, options: Any, top: Any, bound: Any, scratch: Any) -> tupl
 
 @compiled
 def _kth_largest(top_k: int, scratch: Any) -> Any:
-    """The `top_k`-th largest of the blocks' largest keys. So at least `top_k` tokens have this key or a larger key."""
+    """The `top_k`-th largest of the blocks' largest keys.
+
+    At least `top_k` tokens have this key or a larger key.
+    """
     _, largest, _, keys, weights = scratch
     for block in range(len(largest)):
         keys[block] = _packed_key(largest[block], block)
@@ -231,8 +238,13 @@ def _collect_share(row: Any, options: Any, top: Any, target: Any, scratch: Any) 
 def draw_token(row: Any, options: Any, scratch: Any) -> Any:
     """Draw a token from a row, and return it.
 
-    `scratch`, arrays that are written: a block of logits [BLOCK], the largest key and the sum of each block [blocks],
-    keys and weights of candidates [vocab + BLOCK].
+    `scratch`: arrays that are written:
+
+        values      a block of logits, [BLOCK]
+        largest     the largest key of each block, [blocks]
+        sums        the sum of weights of each block, [blocks]
+        keys        keys of candidates, [vocab + BLOCK]
+        weights     weights of candidates, [vocab + BLOCK]
     """
     _, _, vocab = row
     values, largest, sums, keys, weights = scratch
@@ -281,7 +293,7 @@ WEIGHT_BITS = 42
 MOST_WORDS = 1 << 63 - WEIGHT_BITS
 """The largest vocabulary whose weights certainly add up within 64 bits."""
 MOST_SCALE = 1e300
-"""The largest factor of logits: it already leaves every logit but the largest without weight."""
+"""The largest factor of logits. With this factor, only tokens with the largest logit have a weight above 0."""
 BLOCK = 64
 """The number of tokens in a block. Each block's largest key and sum of weights are kept."""
 
@@ -338,7 +350,10 @@ def read_block(row: Any, block: int, values: Any) -> None:
 
 @compiled
 def key(value: Any) -> Any:
-    """An int32 that orders as its float32 does. Keys beyond the infinities' keys belong to NaN."""
+    """An int32 for a float32: the larger of two numbers has the larger key.
+
+    A NaN has a key above that of infinity, or below that of -infinity.
+    """
     bits = np.float32(value).view(np.int32)
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 

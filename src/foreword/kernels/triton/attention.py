@@ -28,9 +28,10 @@ from foreword.kernels.triton.prefill import attend_folds
 from foreword.kernels.triton.tile import LAUNCH, LOG2_E
 
 PROGRAMS_PER_PROCESSOR = 4
-"""Programs of `attend_items` for each multiprocessor. A program takes several units, so more programs would wait."""
+"""Programs of `attend_items` for each multiprocessor. Each computes several units of work, so more programs would only
+wait for a multiprocessor."""
 INTERPRETED_PROGRAMS = 3
-"""The number of programs without a GPU. It is small, so that each program takes several turns, as on a GPU."""
+"""The number of programs without a GPU. It is small, so that each program computes several units, as on a GPU."""
 
 
 class TritonAttention:
@@ -45,7 +46,8 @@ class TritonAttention:
         """`share`: use two-phase attention."""
         self._sharing = Sharing(enabled=share)
         self._tile_queries = 16
-        """The most queries of an item of decoding: enough to fill a tile, once the number of heads is known."""
+        """The most queries of a decoding item. It is set by `attend`, which knows the number of heads, so that an
+        item's rows fill a tile."""
         self._num_programs: dict[torch.device, int] = {}
 
     def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> TritonPlan:
@@ -65,7 +67,8 @@ class TritonAttention:
 
         Calls of `attend` with plans of one shape launch the same kernels with the same arguments, so a CUDA graph of
         one plan serves all plans. `attend` reserves memory for the partial results of `num_rows` contexts of
-        `max_tokens` tokens, 4 * (value_dim + 2) bytes per head and 256 tokens. Missing contexts take no time.
+        `max_tokens` tokens: for each head and each 256 tokens, 4 * (value_dim + 2) bytes. If the batch has fewer
+        contexts, the missing ones take no time.
         """
         del scrap_block
         shape = decoding_shape(num_rows, max_tokens, block_size)
@@ -150,7 +153,7 @@ class TritonAttention:
         )
 
     def _programs(self, device: torch.device) -> int:
-        """The most programs of `attend_items` on a device."""
+        """The most programs of `attend_items` that one launch has on a device."""
         if device not in self._num_programs:
             self._num_programs[device] = INTERPRETED_PROGRAMS
             if device.type == "cuda":

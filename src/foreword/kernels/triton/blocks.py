@@ -112,9 +112,10 @@ def write_slots(blocks: KVBlocks, slots: Tensor, keys: Tensor, values: Tensor) -
 
 
 class TritonBlocks:
-    """Writes KV, and copies blocks in all tensors of pages by two launches: to staging memory, and from there.
+    """Writes KV. Copies blocks in all tensors of pages by two launches: to staging memory, and from staging memory.
 
-    A block may be a source and, if it is given away in the same step, a target. Staging lets all sources be read first.
+    If a block gets other content in the same step, it can be both a source and a target of copies. With staging memory,
+    all sources are read before any target is written.
     """
 
     def __init__(self, pages: Sequence[Tensor]) -> None:

@@ -1,7 +1,8 @@
 """Decoding on a GPU: one chunk of KV for the queries of all requests that have it, and the merge of results.
 
-The arithmetic is in `tile.py`. A long context is split over programs by its chunks. A chunk that requests share is
-read once for all these requests (ChunkAttention's first phase), any other chunk for one request (its second phase).
+The arithmetic is in `tile.py`. A long context is split over programs by its chunks. A chunk that requests share is read
+once for all these requests (ChunkAttention's first phase). Any other chunk is read for one request (ChunkAttention's
+second phase).
 Both phases leave partial results in the same places, and the merge takes a query's chunks in ascending order.
 """
 

@@ -74,7 +74,7 @@ class TritonPlan:
 
     shape: PlanShape
     metadata: Tensor
-    """[shape.size] int32, or fewer if the plan has an array of its own; contiguous, at a multiple of 16 bytes."""
+    """[shape.size] int32, contiguous, at a multiple of 16 bytes. An array that only this plan uses may be shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def _frame(shape: PlanShape, num_items: int, num_queries: int, tables: IntArray)
 
 
 def _items(step: StepPlan, tile_queries: int) -> IntArray:
-    """The items of chunks, [items, 4]: queries replace members, and an item has at most `tile_queries` queries."""
+    """The SHARED items, [items, 4], with the columns of `items` above. An item has at most `tile_queries` queries."""
     _, chunk, first, last = step.items[step.num_folds :].T
     starts = np.zeros(len(step.members) + 1, np.int64)
     np.cumsum(step.requests[step.members, 1], out=starts[1:])

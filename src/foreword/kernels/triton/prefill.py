@@ -1,4 +1,4 @@
-"""Prefill on a GPU: a program takes some rows of one request through all KV that they see, and merges as it goes.
+"""Prefill on a GPU: a program computes some rows of one request, chunk after chunk, and merges after each chunk.
 
 The arithmetic is in `tile.py`.
 """
@@ -51,7 +51,10 @@ def attend_folds(
     VALUE_PARTS: tl.constexpr,
     ROW_TILES: tl.constexpr,
 ):
-    """A program computes ROWS rows (by query, then by head) of a fold, for one KV head and one part of the values."""
+    """A program computes ROWS rows of a FOLD item, for one KV head and one part of the values' dimensions.
+
+    Rows are sorted by query, and then by head.
+    """
     program = tl.program_id(0)
     first_row = program % ROW_TILES * ROWS
     part = program // ROW_TILES % VALUE_PARTS

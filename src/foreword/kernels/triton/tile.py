@@ -149,7 +149,7 @@ def merge(peak, total, mixed, chunk_peak, chunk_total, chunk_mixed):
 
 @triton.jit
 def finish(peak, total, mixed, sinks, HAS_SINKS: tl.constexpr):
-    """The rows' results: mixed / total, with a sink's weight in the total; 0 for rows that saw nothing.
+    """The rows' results: mixed / total, where total includes a sink's weight. A row that sees no token gets 0.
 
     Adding 0 makes a negative zero positive. The merge of an unseen chunk does the same, so without this addition such a
     merge would change a result.
