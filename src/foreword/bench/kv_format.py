@@ -1,4 +1,5 @@
-"""`foreword bench kv-format`: measures how much more KV fits in eight bits, and how that changes predictions.
+"""`foreword bench kv-format`: measures how many more tokens' KV fits into the same memory in eight bits, and how much
+eight bits change predictions.
 
 The measurement runs a user's model on the user's texts.
 """

@@ -8,7 +8,7 @@ same factor, so requests share the same parts. Blocks of 16 tokens stay as they 
     recorded   |-- id 0: 512 tokens --|-- id 7: 512 tokens --|- id 9: 102 -|    input_length 1126
     scaled     |-- id 0:  16 tokens --|-- id 7:  16 tokens --|- id 9:   4 -|    36 prompt tokens
 
-No other request shares a partial last block without an id, so such a block gets a new id.
+If a recorded request has no id for its partial last block, this block gets a new id, which no other request has.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class TraceBenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Time to first token of one kind of requests."""
+    """Time to first token of one kind of requests: hits, or misses."""
 
     requests: int
     median_prompt_tokens: float | None
@@ -209,7 +209,8 @@ class TraceReport:
     """Cached blocks whose memory was given to other content."""
     preemptions: int
     explanation: str
-    """Why the reuse differs from the reuse that the trace allows; empty if it is equal, or the reason is unknown."""
+    """Why the engine reused another number of tokens than the trace allows; empty if both numbers are equal, or if the
+    reason is unknown."""
     hit_rate: float
     """Share of the prompt tokens that were reused, 0.0 to 1.0."""
     ttft_hits: Latency
@@ -338,7 +339,7 @@ def _report(options: TraceBenchOptions, llm: LLM, served: Served, num_skipped: i
 
 
 def _explain(options: TraceBenchOptions, num_evictions: int, num_preemptions: int) -> str:
-    """The known reasons for a difference between the reuse and the reuse that the trace allows; may be empty."""
+    """The known reasons why the engine did not reuse as many tokens as the trace allows; may be empty."""
     reasons = []
     if not options.enable_prefix_caching:
         reasons.append("prefix caching is off")
@@ -364,7 +365,7 @@ def _flags() -> Flags:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run with parsed arguments. Returns 1 if the reuse differs from what the trace allows without a known reason."""
+    """Run with parsed arguments. Returns 1 if the reuse is not what the trace allows, and no reason is known."""
     console = Console(stderr=args.json)
     options = TraceBenchOptions(file=args.file, **_flags().given(args))
     report = run_trace(options, console)

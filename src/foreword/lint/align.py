@@ -1,7 +1,8 @@
 """Alignment: which tokens of two prompts agree, in order.
 
-The method is patience diff (Bram Cohen). Runs of tokens that occur once in each prompt are anchors. The heaviest chain
-of anchors that ascends in both prompts is extended to both sides.
+The method is patience diff (Bram Cohen). Runs of tokens that occur once in each prompt are anchors. Among all choices
+of anchors that ascend in both prompts, the one with the most tokens is taken, and each of its anchors is extended to
+both sides.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Shingles = npt.NDArray[np.uint64]
 SHINGLE_TOKENS = 6
 """Length in tokens of a run that two prompts hardly share by accident."""
 MAX_RUNS = 400
-"""The most runs among which the chain is sought, because the search takes quadratic time. The longest runs are used."""
+"""The most runs from which an alignment is made, because that takes quadratic time. If there are more, the longest are
+used."""
 _FACTORS = np.cumprod(np.full(SHINGLE_TOKENS, 0x9E3779B97F4A7C15, np.uint64)) | np.uint64(1)
 _MIXER = np.uint64(0xBF58476D1CE4E5B9)
 
@@ -82,7 +84,7 @@ def _runs(ours: TokenIds, theirs: TokenIds) -> list[Block]:
         return []
     order = np.argsort(my_places[left])
     places, others = my_places[left][order], their_places[right][order]
-    # A run continues while both places advance by the same number, at most a shingle's length.
+    # Successive shingles are in one run if they begin equally far apart in both prompts, at most a shingle's length.
     steps, steps_theirs = np.diff(places), np.diff(others)
     breaks = np.flatnonzero((steps != steps_theirs) | (steps > SHINGLE_TOKENS)) + 1
     starts, ends = np.concatenate(([0], breaks)), np.concatenate((breaks, [len(places)])) - 1
@@ -94,7 +96,7 @@ def _runs(ours: TokenIds, theirs: TokenIds) -> list[Block]:
 
 
 def _chain(runs: list[Block]) -> list[Block]:
-    """Return the chain of runs that ascends in both prompts and has the most tokens."""
+    """Choose runs that ascend in both prompts. Returns the choice with the most tokens."""
     if not runs:
         return []
     theirs, lengths = (np.array([run[field] for run in runs], np.int64) for field in (1, 2))

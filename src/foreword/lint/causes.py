@@ -57,7 +57,7 @@ class Cause:
     """Why prompts differ at a slot."""
 
     names: tuple[str, ...]
-    """The cause in plain words, such as "a date or time"; several if causes lie side by side."""
+    """The cause in plain words, such as "a date or time"; several if the slot has several causes next to each other."""
     remedy: str
     keeps: bool
     """Whether the remedy writes the text as in the first prompt. Otherwise the remedy moves the text to the end."""
@@ -117,7 +117,7 @@ class _Around:
         self.after = reader.text(tokens[end : end + CONTEXT_TOKENS])
 
     def matches(self, *patterns: re.Pattern[str]) -> set[str]:
-        """Return the matches of the last pattern at the slot, after matches of the other patterns were blanked out."""
+        """Return the last pattern's matches that touch the slot, after blanking out the matches of the others."""
         whole = self.before + self.text + self.after
         for pattern in patterns[:-1]:
             whole = pattern.sub(lambda match: " " * len(match[0]), whole)
@@ -126,7 +126,7 @@ class _Around:
 
 
 def _differ(pattern: _Around, others: Sequence[_Around], *patterns: re.Pattern[str]) -> bool:
-    """Say whether the matches of the last pattern at the slot differ in most prompts."""
+    """Say whether `pattern` has matches of `patterns`, and most of `others` have different matches."""
     matches = pattern.matches(*patterns)
     return bool(matches) and _most([bool(matches ^ other.matches(*patterns)) for other in others])
 
@@ -144,7 +144,7 @@ def _goes_on(texts: tuple[str, ...] | None, other_texts: tuple[str, ...] | None)
 
 
 def _names(pattern: _Around, others: Sequence[_Around]) -> tuple[str, ...]:
-    """Name the differences at the slot, judged by its text."""
+    """Name the causes of the differences at a slot. `pattern`, `others`: the slot's text in each prompt."""
     if _most([len(WORD.findall(around.text)) >= PASSAGE_WORDS for around in (pattern, *others)]):
         return ("a passage, such as retrieved documents",)
     names = []

@@ -41,15 +41,15 @@ class Finding:
     causes: tuple[str, ...]
     remedy: str
     num_prompts: int
-    """The number of prompts that have this place."""
+    """The number of prompts in which this place occurs."""
     first_request: int
-    """The number, from 0, of a request whose prompt has this place."""
+    """The number, from 0, of a request in whose prompt this place occurs."""
     position: int
-    """The first token of the place in the prompt of this request."""
+    """The index of the place's first token in the prompt of `first_request`, as it was sent."""
     before: str
     """The text before the place."""
     examples: tuple[str, ...]
-    """Different texts of the place, each with the text that follows."""
+    """Different texts that prompts have at this place, each with the text that follows it."""
     wasted_tokens: int
     """Tokens that are computed again because of this place, even with the remedies of the earlier findings."""
     hit_rate_after: float
@@ -65,7 +65,7 @@ class LintReport:
     span_ms: float | None
     """Milliseconds from the first to the last request; None if unknown."""
     hit_rate: float
-    """The share of the tokens that a cache finds in the prompts as they are."""
+    """The share of all prompt tokens that a cache would find if the prompts are not changed."""
     findings: list[Finding]
     mended: list[TokenIds]
     """The prompts as all remedies together would write them."""
@@ -133,7 +133,7 @@ def lint_prompts(
 
 @dataclass(slots=True)
 class _Fix:
-    """The remedy for all slots with the same cause at the same place of their prompts."""
+    """One remedy for all slots that have the same cause and follow the same text."""
 
     cause: Cause
     key: tuple[str, ...]
@@ -157,7 +157,7 @@ def _fixes(
             cause = reader.cause(slot, prompts)
             begin = slot.spans[slot.pattern][0]
             before = reader.text(prompts[slot.pattern][max(0, begin - SHOWN_TOKENS) : begin])
-            # Earlier turns are rewritten in many places of a conversation, by one template.
+            # One template rewrites earlier turns at many places in a conversation, so this key has no place.
             place = () if cause.remedy == KEEP_HISTORY else LETTERS.findall(before)[-2:]
             key = (cause.names[0], *place)
             fix = fixes.setdefault(key, _Fix(cause, key, []))
@@ -170,7 +170,7 @@ def _fixes(
 def _first_texts(
     prompts: Sequence[TokenIds], spans: dict[int, Span], reader: Reader, cause: Cause
 ) -> dict[int, TokenIds]:
-    """Return, for each prompt, the text that the first prompt with the same words has at the slot."""
+    """Return each prompt's new text at a slot: that of the first prompt with the same words there, in any order."""
     first: dict[tuple[str, ...], TokenIds] = {}
     texts = {}
     for index, span in sorted(spans.items()):
@@ -182,7 +182,7 @@ def _first_texts(
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """The tokens that a cache finds in prompts."""
+    """The number of prompt tokens that a simulated cache finds."""
 
     num_found: int
     num_tokens: int
@@ -260,7 +260,7 @@ class _Bench:
 
 
 def _rewritten(prompts: Sequence[TokenIds], index: int, fixes: Sequence[_Fix], written: int | None = None) -> TokenIds:
-    """Return a prompt rewritten with these remedies. `written` stands in place of the tokens of new texts."""
+    """Return a prompt rewritten with these remedies. If `written` is given, it replaces each token of a new text."""
     tokens = prompts[index]
     pieces, last, at = [], [], 0
     edits = [
@@ -280,7 +280,7 @@ def _rewritten(prompts: Sequence[TokenIds], index: int, fixes: Sequence[_Fix], w
 
 
 def _finding(fix: _Fix, bench: _Bench, reader: Reader) -> Finding:
-    """Return the finding of a remedy, without its figures. The examples come from its first slot."""
+    """Make a finding from a remedy, with all figures 0. The examples come from the remedy's first slot."""
     slot = fix.slots[0]
     tokens, begin = bench.prompts[slot.pattern], slot.spans[slot.pattern][0]
     origin = bench.origins[slot.pattern][begin:]

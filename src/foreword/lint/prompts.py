@@ -26,7 +26,8 @@ from foreword.text import Tokenizer
 SAME_KIND = 0.3
 """Two prompts are of one kind if they share at least this part of the shorter prompt's runs of tokens."""
 SAME_CONVERSATION = 0.5
-"""Prompts of a kind are of one conversation if they share this part of the runs that at most half of them have."""
+"""Two prompts of one kind are of one conversation if they share at least this part of their token runs. Runs that more
+than half of the kind's prompts have do not count."""
 MAX_KINDS = 256
 """The most kinds. Further prompts that fit no kind are left out."""
 MOST_RUNS = 2_000_000
@@ -57,7 +58,10 @@ def same_kind(prompts: Sequence[TokenIds]) -> list[list[int]]:
 
 
 def same_conversation(prompts: Sequence[TokenIds], kind: Sequence[int]) -> list[list[int]]:
-    """Return groups, by index, of the prompts of a kind that share token runs which most others of the kind lack."""
+    """Group the prompts of one kind by conversation: the prompts of a group share token runs that few others have.
+
+    `kind`: indices of the prompts of the kind. Returns the indices of each group.
+    """
     sketches = _sketches([prompts[index] for index in kind])
     runs, counts = np.unique(np.concatenate(sketches), return_counts=True)
     common = runs[2 * counts > len(kind)]
@@ -66,14 +70,14 @@ def same_conversation(prompts: Sequence[TokenIds], kind: Sequence[int]) -> list[
 
 
 def _sketches(prompts: Sequence[TokenIds]) -> list[Shingles]:
-    """Return the distinct runs of each prompt, sampled at the same rate for all prompts."""
+    """Return a sketch of each prompt: the distinct hashes of its token runs, sampled at one rate for all prompts."""
     every = np.uint64(1 + sum(map(len, prompts)) // MOST_RUNS)
     runs = (shingles(prompt) for prompt in prompts)
     return [np.unique(hashes[hashes % every == 0] if every > 1 else hashes) for hashes in runs]
 
 
 def _groups(sketches: Sequence[Shingles], share: float) -> list[list[int]]:
-    """Group greedily. A sketch joins the group whose first sketch shares most with it, or begins a new group."""
+    """Group greedily. A sketch joins the group to whose first sketch it is most similar, or begins a new group."""
     groups: list[list[int]] = []
     for index, sketch in enumerate(sketches):
         best: tuple[float, list[int]] | None = None

@@ -29,10 +29,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place that varies, in all prompts of the kind that agree again after it."""
+    """A place at which prompts of one kind differ. `spans` has only prompts that agree again after it."""
 
     pattern: int
-    """The index of the prompt with which the others were compared."""
+    """The index of the prompt with which the other prompts of the kind were compared."""
     spans: dict[int, Span] = field(default_factory=dict)
     """For each prompt, by index: the slot's first token, and the first token after the slot."""
 
@@ -78,7 +78,7 @@ def _trimmed(blocks: list[Block], least_tokens: int) -> list[Block]:
 
 
 def _end(blocks: Sequence[Block]) -> int:
-    """Return the index after the pattern's last token that agrees."""
+    """Return the index of the pattern's first token after the last block, so after all tokens that agree."""
     return blocks[-1].theirs + blocks[-1].length
 
 
@@ -102,7 +102,11 @@ def _differences(ours: TokenIds, theirs: TokenIds, blocks: Sequence[Block], word
 
 
 def _to_ours(blocks: Sequence[Block], place: int, *, last: bool) -> int:
-    """Return the first or the last token of the prompt that a place of the pattern may correspond to."""
+    """Return the index in a prompt that corresponds to `place`, an index in the pattern.
+
+    If the place is in a difference between two blocks: the first index that may correspond to it, or with `last` the
+    last one.
+    """
     if last:
         block = next((candidate for candidate in reversed(blocks) if candidate.theirs <= place), blocks[0])
         if place > block.theirs + block.length:

@@ -97,7 +97,7 @@ class LruCache:
 
 
 class ManagerCache:
-    """The engine's manager and radix index, with a named policy or a given one."""
+    """The engine's manager and radix index. The eviction policy is given as a name or as an object."""
 
     def __init__(self, capacity: int, eviction_policy: str | EvictionPolicy, ledger: CacheLedger | None = None) -> None:
         _check_capacity(capacity)

@@ -25,7 +25,8 @@ MOST_DIGITS = 100
 """The most characters of a number of blocks."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "minicpm3", "youtu")
-"""`model_type` of the models whose KV a CPU stores as latent vectors. It stores other models' KV expanded."""
+"""`model_type` of the models whose KV is stored as latent vectors on a CPU. Other models' KV is stored expanded, as
+full keys and values."""
 IS_EXPANDED = "kv_is_expanded"
 """A field that is added to a model's configuration if a server would expand the KV. No config.json has this field."""
 SCALE_BYTES = 2

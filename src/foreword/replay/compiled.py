@@ -66,7 +66,10 @@ def use_blocks(
     num_blocks: int,
     next_stamp: int,
 ) -> tuple[int, int]:
-    """Let requests use their blocks, whose keys are laid end to end. Returns the number of blocks and the next stamp.
+    """Record that requests use their blocks, one request after the other.
+
+    `keys`: the keys of all requests, concatenated. `lengths`: the number of keys of each request. `num_blocks`,
+    `next_stamp`: the number of known blocks and the next stamp before the call. Returns both as they are after it.
 
     Changes `tables`, which must have room for the blocks, and `uses`.
     """

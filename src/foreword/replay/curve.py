@@ -3,8 +3,8 @@
 `LruStack` finds each block's distance: the number of different blocks used since the block's last use, counting the
 block itself. LRU finds a block if and only if the capacity is at least the block's distance, so distances give LRU's
 hits at every capacity at once. A request uses its blocks when it ends, from the last to the first, so the first block
-has the smallest distance. Both curves follow all blocks or a sample. The live curve forgets blocks whose distance
-exceeds the largest capacity, because they cannot be hits.
+has the smallest distance. Both curves (`LruCurve`, `LiveLruCurve`) use all blocks or a sample of them. The live curve
+forgets blocks whose distance exceeds the largest capacity, because they cannot be hits.
 
 After Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies" (1970); counts are kept as by
 Fenwick, "A new data structure for cumulative frequency tables" (1994), and sampled after Waldspurger, Park, Garthwaite
@@ -29,13 +29,13 @@ MIN_BLOCKS = 1024
 NUM_PARTS = 16
 """The number of parts of the sample. The differences between the parts give an estimate of the error."""
 MAX_SAMPLED_BLOCKS = 32_768
-"""The number of blocks in the sample; they take about 3 MB. If no capacity is larger, all blocks are followed."""
+"""The number of blocks in the sample; they take about 3 MB. If no capacity is larger, the sample has all blocks."""
 WINDOW_BLOCKS = 2**22
 """The number of prompt blocks after which older counts are halved, so that old traffic fades."""
 
 
 class Uses(NamedTuple):
-    """Facts about the blocks of requests, laid end to end, at the time when the requests used them."""
+    """For each use of a block by a request, the state just before that use. Requests are concatenated: [all blocks]."""
 
     distances: Int64Array
     """[blocks]: distance of each block, 0 for a block never seen before."""
@@ -53,7 +53,7 @@ class Tables(NamedTuple):
     """
 
     block_of_bucket: npt.NDArray[np.int32]
-    """[a power of 2, at least twice the blocks]: a hash table with linear probing. -1 stands for an empty bucket."""
+    """[a power of 2, at least twice the number of blocks]: a hash table with linear probing. -1: an empty bucket."""
     key_of: PrefixKeys
     """[blocks]: the key of each block."""
     stamp_of: Int64Array
@@ -63,7 +63,7 @@ class Tables(NamedTuple):
     block_of_stamp: npt.NDArray[np.int32]
     """[stamps]: the block that got each stamp. Stamp s is in use if `stamp_of[block_of_stamp[s]]` is s."""
     counts: npt.NDArray[np.int32]
-    """[stamps + 1]: a Fenwick tree. Entry i is the number of stamps in use among the (i & -i) just before stamp i."""
+    """[stamps + 1]: a Fenwick tree. Entry i counts the stamps in use from i - (i & -i) to i - 1."""
 
 
 class LruStack:
@@ -95,7 +95,7 @@ class LruStack:
         return self.admit_each(keys, [len(keys)], [0.0]).distances
 
     def admit_each(self, keys: PrefixKeys, lengths: Sequence[int], times: Sequence[float]) -> Uses:
-        """Use the next requests' blocks, laid end to end: request i has `lengths[i]` blocks, and ends at `times[i]`."""
+        """Use the next requests' blocks. `keys` is concatenated: request i has `lengths[i]` and ends at `times[i]`."""
         self._make_room(len(keys))
         uses = Uses(np.zeros(len(keys), np.int64), np.zeros(len(keys), np.float64))
         self._num_blocks, self._next_stamp = self._compiled.use_blocks(
@@ -123,7 +123,7 @@ class LruStack:
         self.admit(keys[::-1])
 
     def _in_order(self) -> npt.NDArray[np.int32]:
-        """Numbers of all blocks in the order of their last use."""
+        """The numbers (indices) of all blocks, in the order of their last use, the most recent last."""
         blocks = self._tables.block_of_stamp[: self._next_stamp]
         in_order: npt.NDArray[np.int32] = blocks[self._tables.stamp_of[blocks] == np.arange(self._next_stamp)]
         return in_order
@@ -165,9 +165,10 @@ def _resized(values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
 
 
 class LruCurve:
-    """LRU hit ratio over capacity, for the followed requests.
+    """LRU hit ratio over capacity, for the admitted requests.
 
-    With `sampling_rate` below 1, the curve follows that share of the blocks, chosen by key. It scales distances up.
+    With `sampling_rate` below 1, the curve is computed from that share of the blocks, chosen by key. Their distances
+    are scaled up.
     """
 
     def __init__(self, sampling_rate: float = 1.0) -> None:
@@ -186,7 +187,7 @@ class LruCurve:
         self.admit_each(keys, [len(keys)], [0.0])
 
     def admit_each(self, keys: PrefixKeys, lengths: Sequence[int], times: Sequence[float]) -> Uses:
-        """Follow the next requests, as in `LruStack.admit_each`. Returns facts about the followed blocks."""
+        """Add the next requests, as `LruStack.admit_each` does. Returns the uses of the blocks in the sample."""
         self.num_accesses += len(keys)
         parts = np.zeros(1, np.int64)
         if self.sampling_rate < 1.0:
@@ -204,7 +205,7 @@ class LruCurve:
         return uses
 
     def latest(self, count: int) -> PrefixKeys:
-        """Keys of the `count` most recently used blocks among the followed ones, the latest last."""
+        """Keys of the `count` most recently used blocks of the sample, the latest last."""
         return self._stack.latest(count)
 
     @property
@@ -253,13 +254,13 @@ class CurvePoint:
     hit_rate: float
     """Share of the prompt tokens that LRU would have found, in whole blocks."""
     standard_error: float
-    """Standard error of the sampling; 0.0 if all blocks are followed."""
+    """Standard error of the sampling; 0.0 if the sample has all blocks."""
 
 
 class LiveLruCurve:
     """Hit rate over capacity, for live requests. Counts of old requests fade.
 
-    Follows the blocks whose key falls under a threshold, and scales their distances up accordingly. A
+    The sample has the blocks whose key is below a threshold. Their distances are divided by the sampling rate. A
     request costs a few array operations over its blocks.
     """
 
@@ -297,7 +298,7 @@ class LiveLruCurve:
         self._num_tokens = 0.0
 
     def admit(self, keys: PrefixKeys, num_prompt_tokens: int) -> None:
-        """Follow the next request. `keys` has the keys of its full blocks, the prompt's blocks first.
+        """Add the next request. `keys` has the keys of its full blocks, the prompt's blocks first.
 
         The blocks after the prompt hold its answer: later prompts can find them, but this request did not look them up.
         """
@@ -311,7 +312,7 @@ class LiveLruCurve:
         np.add.at(self._looked_up, parts, 1)
         distances = self._stack.admit(keys)[:num_looked_up]
         seen = distances > 0
-        # Distance D counts the block itself and D - 1 other blocks; the sample has its share of the others.
+        # A sampled distance D counts the block itself and D - 1 other sampled blocks. Only the others are scaled up.
         needed = (distances[seen] - 1) / self.sampling_rate + 1
         np.add.at(self._hits, parts[seen], needed[:, None] <= self._capacities)
         if len(self._stack) > self._max_sampled * 5 // 4:

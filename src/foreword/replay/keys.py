@@ -1,7 +1,7 @@
 """Keys of prefixes: one 64-bit number for each block of a prompt, equal exactly for equal whole prefixes.
 
-A recording's ids may stand for single blocks or for whole prefixes. This module chains both: chaining the ids of whole
-prefixes again does not change which keys are equal.
+A recording's ids may stand for single blocks or for whole prefixes. In both cases this module computes prefix keys from
+the ids. If the ids already stand for whole prefixes, two keys are equal exactly if their ids are equal.
 
     key(i) = mix( sum of mix(content id j) * odd(j), j = 0 .. i )
 
@@ -26,7 +26,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(values: PrefixKeys) -> PrefixKeys:
-    """A bijection of 64 bits in which every input bit moves every output bit (splitmix64's finaliser)."""
+    """A bijection of 64-bit numbers. Every output bit depends on every input bit (splitmix64's finaliser)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: PrefixKeys = values ^ (values >> np.uint64(31))
@@ -49,9 +49,9 @@ def chain(content_ids: PrefixKeys) -> PrefixKeys:
 
 
 def chain_each(content_ids: PrefixKeys, lengths: Sequence[int]) -> PrefixKeys:
-    """Chain several prompts laid end to end, [all blocks]; prompt i has `lengths[i]` blocks.
+    """Do the same as `chain` for several prompts, concatenated: [all blocks]. Prompt i has `lengths[i]` blocks.
 
-    For short prompts this is ten times faster than one call of `chain` for each.
+    For short prompts, one call is ten times faster than a call of `chain` for each.
     """
     counts = np.array(lengths, np.int64)
     starts = np.cumsum(counts) - counts

@@ -64,7 +64,7 @@ class NoRequestError(TraceError):
 
 
 def of_vllm_log(line: str) -> dict[str, Any] | None:
-    """The request in a line of vLLM's log; None for other formats. A log line without one raises NoRequestError."""
+    """The request in a line of vLLM's log; None for other formats. Without a request, raises NoRequestError."""
     entry = None if line.startswith(("{", "[")) else _VLLM_LINE.search(_COLOR.sub("", line.rstrip("\r\n")))
     if entry is None:
         return None
@@ -269,8 +269,8 @@ class _Turn(NamedTuple):
 def _on_grid(pieces: list[tuple[Any, int]], block_tokens: int) -> list[Any]:
     """Returns the ids of the blocks into which an engine cuts these pieces.
 
-    If a block has only tokens of one piece, from the piece's first on, it gets the id of the piece, if there is one.
-    Other blocks get a digest.
+    A block gets the id of a piece if it begins with the piece's first token, has no other piece's tokens, and the piece
+    has an id. Other blocks get a digest.
     """
     blocks: dict[int, list[tuple[Any, int, int]]] = {}
     at = 0
@@ -310,7 +310,7 @@ class LineParser:
     sessions: dict[Any, _Turn | None] = field(default_factory=dict)
     """The state of each session in the lines parsed so far; None after a turn that was refused."""
     has_whole_turns: bool = False
-    """Whether any turn so far was a whole prompt."""
+    """Whether any turn so far repeated the earlier blocks of its session. Then each further turn is a whole prompt."""
 
     def start_again(self) -> None:
         """Forget all sessions: the next line is the first one of a file."""

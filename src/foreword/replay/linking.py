@@ -197,7 +197,7 @@ def replay_linking(
     for chunks in requests:
         prefixes: list[int] = []
         for chunk in chunks:
-            # The hashes of small numbers are not all different: -1 and -2 have the same.
+            # `repr`, because different small numbers may have equal hashes: hash(-1) == hash(-2).
             prefixes.append(hash((prefixes[-1] if prefixes else None, repr(chunk.id))))
         for pair in pairs:
             pair.admit(chunks, prefixes)

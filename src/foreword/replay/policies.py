@@ -147,7 +147,7 @@ class TinyLfuPolicy(RankedPolicy):
 
 
 class FifoPolicy(EmptyFirstPolicy):
-    """Evicts the longest cached blocks first, hit or not; among blocks cached in one call the deepest first.
+    """Evicts blocks in the order in which they were cached. Among blocks cached in one call, the deepest goes first.
 
     This order ignores use: compare other policies with it, or choose it where prefixes are popular for a while and then
     never again. A head is cached no later than its tail, so it may be evicted before its tail.

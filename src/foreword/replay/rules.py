@@ -2,7 +2,7 @@
 
 A rule gives each replica a cost. The rivals' rules are written from their published descriptions. All rules get exact
 and fresh knowledge of caches and load, including requests under way. The rivals' own systems estimate, poll or lack
-this knowledge, so the comparison favours them.
+this knowledge, so the comparison favours the rivals.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def first_token(fleet: Fleet) -> FloatArray:
 
 
 class BoundedHash:
-    """Consistent hashing of the session or the stable boundary, with bounded loads (`ring.py`) and a slack of 0.25."""
+    """Consistent hashing with bounded loads (`ring.py`), by session, or by a prompt's stable blocks. Slack: 0.25."""
 
     def __init__(self, slack: float = 0.25) -> None:
         self._slack = slack
@@ -71,11 +71,11 @@ class PowerOfTwo:
 
 
 class RayPrefix:
-    """Ray Serve LLM's PrefixCacheAffinityRouter: the longest match, among equals the shortest queue.
+    """Ray Serve LLM's PrefixCacheAffinityRouter: by longest match, among equal matches by shortest queue.
 
     If no match reaches a tenth of the prompt, the replica with the smallest prefix tree is chosen. If queues differ by
-    more than `threshold` requests, power of two decides. The default is infinite in Ray's code, 10 in its
-    documentation.
+    more than `threshold` requests, `PowerOfTwo` decides. The default of `threshold` is infinite in Ray's code, and 10
+    in its documentation.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -93,9 +93,10 @@ class RayPrefix:
 
 
 def sglang_cache_aware(fleet: Fleet) -> FloatArray:
-    """SGLang's gateway, `cache_aware`: the longest match if over half of the prompt, else the smallest prefix tree.
+    """SGLang's gateway, `cache_aware`: by longest match if it is over half of the prompt, else by smallest prefix tree.
 
-    The shortest queue is chosen if the longest has over 32 requests more than it, and is over 1.1 times as long.
+    But if the longest queue has over 32 requests more than the shortest, and over 1.1 times as many, the replica with
+    the shortest queue is chosen.
     """
     queues = fleet.num_waiting[fleet.usable]
     longest, shortest = int(queues.max()), int(queues.min())
@@ -109,8 +110,8 @@ def sglang_cache_aware(fleet: Fleet) -> FloatArray:
 def llm_d(fleet: Fleet) -> FloatArray:
     """llm-d's scorers: 2 x matched share + 1 x free share of the KV cache + 1 x shortness of the queue.
 
-    The "free share" could count nothing, held blocks, open prompts or waiting prompts. The last gave the shortest
-    waits.
+    The used part of the KV cache could count nothing, held blocks, open prompts or waiting prompts. Counting waiting
+    prompts gave the shortest waits, so they are counted.
     """
     matched = fleet.hit_blocks / max(1, len(fleet.request.keys))
     used = np.minimum(fleet.waiting_tokens / (fleet.num_blocks * fleet.block_tokens), 1)
@@ -159,7 +160,7 @@ RULES = tuple(_RULES)
 
 
 def make_rule(name: str) -> Rule | None:
-    """Make a new rule of this name. Returns None for the core's own rule. Raises ConfigError for an unknown name."""
+    """Make a new rule of this name. Returns None for foreword's own rule. Raises ConfigError for an unknown name."""
     if name not in _RULES:
         raise ConfigError(f"routing={name!r} is unknown; use one of {', '.join(RULES)}")
     return _RULES[name]()

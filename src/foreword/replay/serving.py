@@ -5,8 +5,8 @@ the steps of the engine's scheduler, whose time comes from arithmetic and memory
 computes one prompt after the other at a rate (`PromptRates`). Both have the engine's `KVCacheManager`. An option delays
 the events of caches on their way to the routers. Replicas can die and join.
 
-Two kinds of events are queued by time. *Acts* change what replicas do: a router's choice at its turn, a replica's death
-or join. *News* only tells routers what replicas did. So between two acts, each replica runs by itself.
+Two kinds of events are queued by time. *Acts* change what replicas do: a router's choice of a replica, or a replica's
+death or join. *News* only tells routers what replicas did. So between two acts, each replica runs by itself.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from foreword.replay.timing import PromptRates, PromptReplica, Replica, StepCost
 from foreword.replay.trace import RecordedRequest, arrivals
 
 STABLE_BLOCKS = 2
-"""The number of leading blocks that routers hash when they know no cache: recordings do not say where system prompts
-end."""
+"""The number of leading blocks that routers hash to choose a replica when no replica's cache contents are known. A
+recording does not say where its system prompts end."""
 BEAT_S = 1.0
 Scheduling = Literal["fcfs", "prefix", "dfs"]
 """fcfs: order of arrival. prefix: the scheduling policy of that name. dfs: all requests come at once, and run
@@ -66,7 +66,7 @@ class ServingOptions:
     """One of `rules.RULES`."""
     eviction_policy: str = "lru"
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """The scheduler's options in a replica with steps."""
+    """The scheduler's options in replicas that run steps (`StepCost`)."""
     num_routers: int = 1
     """The number of routers; requests go to them in turn."""
     event_delay_s: float = 0.0
@@ -74,7 +74,7 @@ class ServingOptions:
     update_delay_s: float | None = 0.002
     """Seconds until a router's reservations reach the other routers; None: they never do."""
     turn_s: float = TURN_S
-    """Seconds that a router's turn lasts in a burst. 0: routers do not wait for turns."""
+    """In a burst, routers decide one after the other: seconds of one router's time slot. 0: routers do not wait."""
     changes: tuple[FleetChange, ...] = ()
 
     def __post_init__(self) -> None:
@@ -153,7 +153,8 @@ class _Member:
     def busy_and_all_s(self, began_s: float, ended_s: float) -> tuple[float, float]:
         """Seconds that the replica computed, and seconds that it lived between the first arrival and the last token.
 
-        Work that a death cut off counts until the death, even after the last token.
+        If the replica dies during a step, the step's time before the death counts, even if the last token of all
+        requests came earlier.
         """
         clock_s = self.replica.clock_s
         ended_s = min(self.left_s, max(ended_s, clock_s))
@@ -227,7 +228,7 @@ class ServingSimulation:
         return self._report()
 
     def _make_room(self, max_queued: int) -> None:
-        """Run replicas until each has fewer than `max_queued` requests."""
+        """Run replicas until each live replica has fewer than `max_queued` requests."""
         for member in list(self._members.values()):
             while member.is_alive and len(member.replica) >= max_queued:
                 member.replica.step()
@@ -273,7 +274,7 @@ class ServingSimulation:
         heapq.heappush(events, (at_s, next(self._order), call))
 
     def _run(self, until: float) -> None:
-        """Run all events up to a time. At equal times, what routers learn (news) comes before what happens (acts)."""
+        """Run all events up to a time. At equal times, reports to routers (news) come before changes (acts)."""
         while True:
             moment = min(until, self._acts[0][0]) if self._acts else until
             for member in self._members.values():
@@ -303,7 +304,7 @@ class ServingSimulation:
         self._route(_Job(request, routing, number % len(self.cores), arrived_s))
 
     def _route(self, job: _Job) -> None:
-        """Choose a replica, at once or at the router's next turn."""
+        """Choose a replica: at once, or when the router's time slot for choices begins, if it has to wait for that."""
         wait_s = self.cores[job.router].wait_s(job.routing, self.now)
         if wait_s:
             self._add(self._acts, self.now + wait_s, partial(self._choose, job))

@@ -1,7 +1,8 @@
 """Replays one recording for several policies and capacities at once, and for the best possible policy.
 
 One pass over the trace (`OnePass`) gives the hits of LRU at every capacity, the hits with unlimited memory, and the
-times between uses of a block. Requests are laid end to end first, because a long array costs less time per block.
+times between uses of a block. The block keys of many requests are first concatenated, because a long array costs less
+time per block.
 
 The best policy knows the future: Belady's rule on prefixes, after "A study of replacement algorithms for a
 virtual-storage computer" (1966). After each request, the cache keeps the blocks that are needed soonest, among the held
@@ -87,7 +88,7 @@ def _next_uses(ids: Int64Array, request_of: Int64Array, never: int) -> Int64Arra
 
 @dataclass(slots=True)
 class ReuseIntervals:
-    """Time from a block's last use to its next use, in intervals that double."""
+    """A histogram of the times between two successive uses of a block. Each bin is twice as wide as the one before."""
 
     unit: str = "requests"
     """Unit of the intervals: "requests", or "s" if the recording has times."""
@@ -101,7 +102,7 @@ class ReuseIntervals:
 
 
 class _Batch:
-    """The blocks of several requests, laid end to end."""
+    """The blocks of several requests, concatenated."""
 
     def __init__(self, requests: Sequence[RecordedRequest]) -> None:
         self.requests = requests
@@ -113,7 +114,7 @@ class _Batch:
         self._prompt_tokens = np.array([request.num_prompt_tokens for request in requests], np.int64)
 
     def note(self, count: HitCount, is_hit: npt.NDArray[np.bool_]) -> None:
-        """Count the blocks that `is_hit` [blocks] marks, which are leading blocks of each request."""
+        """Count the blocks that are hits by `is_hit`, [blocks]. In each request, the hits are its leading blocks."""
         before = np.concatenate((np.zeros(1, np.int64), np.cumsum(is_hit)))
         held = np.diff(before[self._ends])
         count.blocks += int(held.sum())
@@ -122,7 +123,11 @@ class _Batch:
 
 @dataclass(slots=True)
 class _LruAtCapacity:
-    """Counts LRU's hits from the stack's distances. After a request that does not fit, a cache counts the hits."""
+    """Counts LRU's hits at one capacity, from the distances of `LruStack`.
+
+    A cache refuses a request with more blocks than its capacity, which distances do not show. From the batch with the
+    first such request on, `cache` counts the hits.
+    """
 
     count: HitCount
     capacity: int
@@ -139,7 +144,7 @@ class _LruAtCapacity:
 class OnePass:
     """Counts the hits of LRU and of unlimited memory, and the reuse intervals; complete after `flush`.
 
-    With a sampling rate below 1 only the curve is followed.
+    With a sampling rate below 1, only `curve` is computed.
     """
 
     def __init__(self, sampling_rate: float = 1.0) -> None:
@@ -202,7 +207,7 @@ class ReplayResult:
     """Capacities of the LRU curve, in blocks."""
     curve_ratios: list[float]
     curve_errors: list[float]
-    """Standard errors of the curve; zeros if all blocks were followed."""
+    """Standard errors of the curve; zeros if the sample has all blocks."""
     reuse_intervals: ReuseIntervals
     sampling_rate: float
 
@@ -229,7 +234,7 @@ class ReplayResult:
         }
 
     def memory_saved(self) -> dict[str, dict[str, float]]:
-        """The share of memory that a policy saves against LRU with as many hits; below 0 if the policy needs more."""
+        """The share of LRU's memory that a policy saves with the same number of hits; below 0 if it needs more."""
         ratios, first = np.unique(self.curve_ratios, return_index=True)
         sizes = np.array(self.curve_capacities, np.float64)
 
@@ -246,7 +251,7 @@ class ReplayResult:
         }
 
     def hit_ratios(self) -> dict[str, dict[str, float]]:
-        """The share of the blocks found, by policy, then by the capacity's name."""
+        """Found blocks as a share of all blocks, by policy, then by the capacity's name."""
         return self.of_each(lambda count: round(self.block_ratio(count), 6))
 
     def of_each(self, figure: Callable[[HitCount], T]) -> dict[str, dict[str, T]]:
@@ -265,8 +270,8 @@ class ReplayResult:
 class Simulation:
     """Simulates a cache for each pair of a policy and a capacity. All caches take the same requests, one by one.
 
-    Memory grows with the number of different blocks. `optimum` also keeps 16 bytes for every block of every
-    prompt. With `sampling_rate` below 1 only the LRU curve is followed, on that share of the blocks.
+    Memory grows with the number of different blocks. `optimum` also keeps 16 bytes for every block of every prompt.
+    With `sampling_rate` below 1, only the LRU curve is computed, from that share of the blocks.
     """
 
     def __init__(

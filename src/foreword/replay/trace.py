@@ -102,7 +102,7 @@ class RecordedRequest(NamedTuple):
 
 
 def arrivals(recording: Iterable[RecordedRequest]) -> Iterator[tuple[float, RecordedRequest]]:
-    """Yield each request with its time of arrival in seconds. If times go back, a request arrives with the one before.
+    """Yield each request with its time of arrival in seconds. A time that goes back becomes the time before it.
 
     Raises ConfigError for a recording without times.
     """
@@ -285,7 +285,7 @@ class TraceWriter:
     """
 
     def __init__(self, file: Path, *, block_tokens: int = TOKEN_BLOCK_TOKENS, secret: bytes | None = None) -> None:
-        """Start an empty `file`, gzipped if it ends in .gz. Files of one `secret` (16 to 64 bytes) have common ids."""
+        """Start an empty `file`, gzipped if it ends in .gz. With equal `secret` (16 to 64 bytes), files share ids."""
         if block_tokens < 1:
             raise ConfigError(f"block_tokens={block_tokens} is too small; use at least 1")
         if secret is not None and not 16 <= len(secret) <= 64:
@@ -311,12 +311,13 @@ class TraceWriter:
     ) -> None:
         """Append one request. Prompts share ids only within a `namespace` (adapter and salt, say).
 
-        `jumps`: index and position of each token after a gap. After a gap, only prompts with equal gaps share ids.
-        `spans`: index and digest of each picture, since a picture's tokens do not say what it shows.
-        `linked`: facts about a prompt's links, which no prefix finds. The reader ignores them; they are for people.
+        `jumps`: index and position of each token whose position is not the one after the token before it (a gap). After
+        a gap, only prompts with equal gaps share ids.
+        `spans`: index and digest of each picture, since a picture's tokens do not say what it shows. `linked`: facts
+        about linked parts of the prompt, which no prefix finds. Only people read them: `TraceReader` does not.
 
-        Times should be relative to the recording's start, since an absolute time is a fact about a user too.
-        If this raises TraceError, the file is as it was before, and the call may be repeated.
+        Times should be relative to the recording's start, since an absolute time also says something about a user. If
+        `write` raises TraceError, the file is unchanged, and the call may be repeated.
         """
         tokens = np.ascontiguousarray(prompt_token_ids, np.int32)
         size = self.block_tokens

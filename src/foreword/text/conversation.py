@@ -41,7 +41,7 @@ def pictures_in_order(
 
 
 def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Write messages with pictures for a template: contents with marks become lists of parts."""
+    """Write messages for a template that shows pictures: a content with a picture's mark becomes a list of parts."""
     return [_in_parts({key: value for key, value in message.items() if key != PICTURES}) for message in messages]
 
 
@@ -146,7 +146,8 @@ def read_arguments(text: str) -> Mapping[str, Any] | str:
 def parse_json(text: str) -> Any:
     """Parse a JSON text.
 
-    Raises ValueError if it is not JSON, has NaN, has a number that no float can hold, or nests too deeply for Python.
+    Raises ValueError if the text is not JSON, has NaN, has a number that no float can hold, or nests too deeply for
+    Python.
     """
     try:
         return json.loads(text, parse_constant=_no_number, parse_float=_finite)
@@ -181,7 +182,8 @@ def take_call(
 ) -> dict[str, Any] | None:
     """Remove from `waiting` the call that a result answers: the call with its id, else the first with its name.
 
-    `any_name`: if there is neither, it takes the first call of any name. Returns the call; None if no call waits.
+    `any_name`: if no call has the id or the name, take the first call of any name. Returns the call; None if no call
+    waits.
     """
     of_id = [call for call in waiting if call_id is not None and call["id"] == call_id]
     of_name = [call for call in waiting if call["function"]["name"] == name]

@@ -11,7 +11,7 @@ REPLACEMENT = "\ufffd"
 """The character that decoders write for bytes that are not a character, or only a part of one."""
 
 _MAX_INCOMPLETE = 3
-"""The most replacement characters that later bytes can turn into one character: it has up to 4 bytes in UTF-8."""
+"""The most replacement characters that later bytes can turn into one character, which has up to 4 bytes in UTF-8."""
 
 _WINDOW_TOKENS = 12
 """The number of tokens at which a detokenizer's window is shortened."""
@@ -87,7 +87,7 @@ class _ByteRun:
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
 
     def push(self, token_id: int, byte: int) -> str:
-        """Add a token; returns the text that is certain now. Until the run is broken, this is empty."""
+        """Add a token; returns the text that is certain now: none, unless the run can no longer become valid UTF-8."""
         self.token_ids.append(token_id)
         if self.is_broken:
             return REPLACEMENT
@@ -113,7 +113,7 @@ class WindowDetokenizer:
         window:   | t0 t1 t2 t3 t4 | t5 t6 |
         its text: |   released     | at most 3 U+FFFD: perhaps the start of a character |
 
-    A run of byte tokens that the decoder reads as a whole waits beside the window until it ends:
+    A run of byte tokens that the decoder reads as a whole is kept outside the window until the run ends:
 
         t0 t1 t2 | <0xC3> <0xA9> ...     pending: "é"
     """
@@ -226,7 +226,8 @@ class WindowDetokenizer:
     def _shorten(self, text: str) -> None:
         """Drop the window's first tokens if the other tokens alone still decode to the end of `text`.
 
-        If the new window starts inside a character, only the start of its text is wrong. It counts as released already.
+        If the new window starts inside a character, only the start of the window's text is wrong. This start was
+        released earlier, so it is not used.
         """
         window = self._window[-_KEPT_TOKENS:]
         new_text = self._decode(window)
@@ -243,7 +244,7 @@ class WindowDetokenizer:
 
 
 def _end_of(token_ids: Sequence[int], skipped_ids: Collection[int], byte_of: Collection[int] = ()) -> list[int]:
-    """The last tokens that are not skipped, as many as needed to begin outside a run of byte tokens."""
+    """The last tokens that are not skipped. More are taken until the first one is no byte token, so no run is cut."""
     text_ids = (int(token_id) for token_id in reversed(token_ids) if token_id not in skipped_ids)
     end = list(islice(text_ids, _KEPT_TOKENS))
     while end and end[-1] in byte_of:

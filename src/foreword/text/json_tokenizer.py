@@ -49,15 +49,15 @@ _MANY_TOKENS = 100_000
 
 
 class NotPlainError(Exception):
-    """Raised if transformers may make a different tokenizer from these files; the message says why."""
+    """Raised if these files may give a different tokenizer in transformers; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rebuilt:
-    """The parts that a class builds instead of those in tokenizer.json."""
+    """The parts that a tokenizer class of transformers builds itself, instead of reading tokenizer.json."""
 
     special: Mapping[str, str | None]
-    """The class's special tokens, which files may leave out."""
+    """The special tokens of the tokenizer class. The files of a model may leave them out."""
     model: tuple[Any, ...]
     """unk_token (a name in `special`), fuse_unk, byte_fallback."""
     normalizer: Any
@@ -135,7 +135,7 @@ class JsonTokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, trust_remote_code: bool = False) -> JsonTokenizer:
-        """Load the tokenizer of a folder. Raises NotPlainError, also for damaged files."""
+        """Load the tokenizer of a folder. Raises NotPlainError if it is not supported, or its files are damaged."""
         try:
             return _load(folder, trust_remote_code)
         except NotPlainError:
@@ -317,7 +317,7 @@ def _check_parts(
 
 
 def _state(part: Any) -> Any:
-    """A part of a tokenizer in the form of tokenizer.json."""
+    """The settings of one part of a tokenizer, as tokenizer.json would write them."""
     return None if part is None else json.loads(part.__getstate__())
 
 
@@ -369,7 +369,7 @@ _TOKENIZER_FILES = (
 
 
 def find_tokenizer_files(model: str, revision: str | None) -> str | None:
-    """The folder or hub id from which to load; None if it exists but has no tokenizer."""
+    """The folder or hub id from which to load a tokenizer; None if the model exists but has no tokenizer."""
     folder = Path(os.path.expanduser(model))
     if folder.is_dir():
         return str(folder) if _holds_tokenizer(folder) else None

@@ -55,7 +55,7 @@ class ControlTokens:
         self._pattern = regex.compile(r"\L<texts>", texts=self._texts) if self._texts else None
 
     def hidden(self, value: Any, mark: str, spared: frozenset[str] = frozenset()) -> Any:
-        """Put the mark into each special token's text, except `spared`, in all strings of a value.
+        """In all strings of a value, put the mark into the text of each special token that is not in `spared`.
 
         Returns the value itself if there is no special token's text in it.
         """
@@ -118,7 +118,7 @@ class Renderer:
         self._written_sign = written_sign
 
     def with_written_signs(self, text: str) -> str:
-        """The text of a prompt with its pictures' signs written as the model's own processor writes them."""
+        """The text of a prompt, in which each picture's sign is written as the model's own processor writes it."""
         return text if self._written_sign is None else text.replace(*self._written_sign)
 
     @property
@@ -182,7 +182,7 @@ class Renderer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], **rendering: Unpack[Rendering]
     ) -> npt.NDArray[np.int32]:
-        """Token ids of a conversation, with the tokenizer's chat template or the given one.
+        """Token ids of a conversation, rendered by the tokenizer's chat template, or by the one in `rendering`.
 
         `messages` are mappings with at least `role` and `content`, a text or a list of text parts. Raises
         `InvalidRequestError` for malformed messages or inputs, and `ChatTemplateError` if there is no template or it
@@ -222,7 +222,7 @@ class Renderer:
         return chat.chat_template or self._source(has_tools=has_tools)
 
     def pictures(self, messages: Sequence[Mapping[str, Any]], **rendering: Unpack[Rendering]) -> list[Any]:
-        """The files of a conversation's pictures, in the order of their signs in the rendered text."""
+        """The files of a conversation's pictures, in the order in which the rendered text shows them."""
         if len(files := pictures_of(messages)) < 2:
             return files
         chat = Conversation.of(messages, rendering)
@@ -230,9 +230,10 @@ class Renderer:
         return pictures_in_order(chat.messages, lambda ordered: form.write(ordered, chat.inputs)[0])
 
     def _hidden(self, chat: Conversation) -> tuple[Conversation, str]:
-        """Put a mark into each text of a control token that the tokenizer must not read as one.
+        """Put a mark into each control token's text in messages, so that the tokenizer does not read a token there.
 
-        Returns the conversation and the mark, which is "" if nothing was marked.
+        Answers keep the tokens of `_spared_tokens`. Returns the conversation and the mark, which is "" if nothing was
+        marked.
         """
         if self._takes_control_tokens:
             return chat, ""
@@ -299,7 +300,7 @@ class Renderer:
         return token_ids, positions
 
     def _token_at(self, encoding: Any, length: int, text: str) -> int:
-        """The number of tokens in the first `length` characters that stay the same if the text goes on differently.
+        """The number of a text's tokens that do not depend on what follows the first `length` characters.
 
         If two ordinary tokens meet at that place, the first may depend on the text after it, so it is not counted.
         """

@@ -36,7 +36,7 @@ _ENDING_WITH: dict[Role, tuple[Role, ...]] = {
     "user": ("user",),
     "assistant": ("user", "assistant"),
 }
-"""For each role: a short conversation that ends with its message."""
+"""For each role, the roles of a short conversation that ends with a message of that role."""
 
 
 def schema_text(tokenizer: Tokenizer) -> SchemaText:

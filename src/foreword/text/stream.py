@@ -15,7 +15,7 @@ class StreamStep:
     new_text: str
     """The text that this push released; may be empty."""
     stop: str | None
-    """The stop string that ended the output; None if it goes on."""
+    """The stop string that ended the output; None if the output goes on."""
     num_tokens_used: int
     """The number of pushed tokens that were read: all, or up to the token that completed the stop string."""
 

@@ -23,7 +23,7 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "require
 
 
 def written_calls(calls: Sequence[Mapping[str, Any]], reply: ReplyFormat | None) -> str:
-    """Calls as a model of this family writes them."""
+    """The text of calls, in the format in which the model writes them in replies."""
     form = _call_form(reply)
     one_by_one = [_written(call["function"], form, number) for number, call in enumerate(calls)]
     between = str(form.get("between", ""))
@@ -78,23 +78,25 @@ class TemplateForm:
     systems: Literal["kept", "joined"] = "kept"
     """Several system messages at the beginning stay apart, or become one."""
     later_system: Literal["kept", "question"] = "kept"
-    """A later system message stays, or becomes a question, or the end of the question before it."""
+    """A later system message. kept: it stays. question: it is added to the end of the question before it, or becomes a
+    question if no question comes before it."""
     questions: Literal["kept", "joined"] = "kept"
     answers: Literal["kept", "joined"] = "kept"
     """Consecutive messages of one role stay apart, or become one."""
     calls: Literal["together", "one by one", "written"] = "together"
-    """Parallel calls share a message; or each call has its own, followed by its result; or calls are text."""
+    """Parallel calls. together: in one message. one by one: each has its own message, followed by its result. written:
+    calls are text."""
     call_content: Literal["empty", "none", "missing"] = "empty"
     """The content of an answer with calls and without text."""
     beside_call: Literal["kept", "before", "written"] = "kept"
-    """Text in a message with calls stays; or becomes a message before the calls; or all of the conversation's calls
-    become text, too."""
+    """The text of a message that also has calls. kept: it stays. before: it becomes a message before the calls.
+    written: all calls of the conversation become text, and their results questions."""
     arguments: Literal["object", "text"] = "object"
     broken_arguments: Literal["kept", "wrapped"] = "kept"
     """Arguments that are not a JSON object stay a text, or become an object that holds the text."""
     ids: Literal["kept", "nine", "numbered", "indexed"] = "kept"
-    """Ids of calls stay; or become 9 letters and digits (Mistral); or `functions.NAME:NUMBER` (Kimi). NUMBER counts
-    calls of the conversation (numbered) or of the message (indexed)."""
+    """Ids of calls. kept: they stay. nine: 9 letters and digits (Mistral). numbered, indexed: `functions.NAME:NUMBER`
+    (Kimi); NUMBER counts the calls of the conversation (numbered) or of the message (indexed)."""
     results: Literal["tool", "question"] = "tool"
     """Results of calls have their own role, or are questions."""
     reasoning: Literal["reasoning_content", "reasoning", "thinking", "parts"] = "reasoning_content"
@@ -102,7 +104,8 @@ class TemplateForm:
     no_tools: Literal["missing", "empty"] = "missing"
     """Without tools, the template gets no list of tools, or an empty list."""
     tools: Literal["kept", "filled", "written"] = "kept"
-    """Tools stay; or get the fields that clients may leave out; or become text of the system message."""
+    """Tools. kept: they stay. filled: they get the fields that clients may leave out. written: they become text of the
+    system message."""
     reply: ReplyFormat | None = None
     """The form in which calls are written as text."""
 
@@ -273,7 +276,7 @@ class TemplateForm:
 
 
 def explained_form(form: TemplateForm, reply: ReplyFormat | None) -> ReplyFormat | None:
-    """The form of replies if the prompt explains to the model how to write calls; `reply` otherwise."""
+    """The format of replies with this template form: `reply`, unless the prompt explains how to write calls."""
     if form.tools != "written":
         return reply
     return family(GENERIC if reply is None else "hermes")

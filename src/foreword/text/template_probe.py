@@ -183,7 +183,7 @@ SAMPLES = (
 )
 
 _REFUSED = 1000
-"""A refusal counts as this number of lost marks."""
+"""A conversation that the template refuses to render counts as this number of lost marks."""
 
 _CALL_CHOICES: Mapping[str, Sequence[str]] = {
     "ids": ("kept", "nine", "numbered"),
@@ -260,7 +260,7 @@ class Probe:
     def _best(
         self, form: TemplateForm, choices: Sequence[Mapping[str, str]], samples: Sequence[Sample]
     ) -> TemplateForm:
-        """The form with the first choice that loses the fewest marks of the samples."""
+        """Try the choices in `form`. Return the form with the first choice that loses the fewest marks."""
         best, least = form, None
         for choice in choices:
             tried = replace(form, **choice)  # type: ignore[arg-type]
@@ -324,7 +324,7 @@ def refuse_lost(report: TemplateReport, messages: Sequence[Mapping[str, Any]], i
 
 
 def _kinds(messages: Sequence[Mapping[str, Any]], has_tools: bool) -> set[str]:
-    """The kinds of samples to which a conversation belongs, except reasoning: many templates drop it by design."""
+    """The kinds of samples to which a conversation belongs, without reasoning, which many templates drop by design."""
     roles = [message["role"] for message in messages]
     pairs = list(itertools.pairwise(roles))
     head = next((at for at, role in enumerate(roles) if role != "system"), len(roles))

@@ -98,7 +98,7 @@ class Tokenizer(Renderer):
 
     @property
     def hf_tokenizer(self) -> Any:
-        """The model's `transformers.PreTrainedTokenizerBase`. After this call it does the work, and may be changed."""
+        """The model's `transformers.PreTrainedTokenizerBase`. From now on foreword uses it; it may be changed."""
         if isinstance(self._hf, JsonTokenizer):
             template, self._hf = self._hf.chat_template, self._load_own()
             self._hf.chat_template = template
@@ -106,7 +106,7 @@ class Tokenizer(Renderer):
 
     @property
     def placeholder_id(self) -> int:
-        """A token for places without a token: the unknown token, else padding, else the end token."""
+        """The token id to use where no real token exists: the unknown token, else padding, else the end token."""
         ids = self._hf.unk_token_id, self._hf.pad_token_id, self._hf.eos_token_id
         return next((int(token_id) for token_id in ids if token_id is not None), 0)
 
@@ -127,7 +127,7 @@ class Tokenizer(Renderer):
         return form
 
     def _chosen_form(self) -> ReplyFormat | None:
-        """The form that the option, the checkpoint or the chat template names. If one changes, it is chosen again."""
+        """The reply format by option, checkpoint or chat template; chosen again if one of these three changes."""
         wishes = self._response_template, getattr(self._hf, "response_template", None), self.chat_template
         if self._form is None or self._form[0] != wishes:
             self._form = wishes, choose_format(*wishes)
@@ -152,7 +152,7 @@ class Tokenizer(Renderer):
         return frozenset(markers & self._skipped_ids - self.eos_token_ids)
 
     def prompt_end(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> str:
-        """The last text of a prompt, special tokens included. If possible, the reply's beginning is in this text."""
+        """The last text of a prompt, special tokens included. If possible, the reply's opening marker is in it."""
         form, text = self.reply_format, ""
         for count in PROMPT_END_TOKENS:
             text = self.spell(token_ids[-count:])
@@ -170,7 +170,7 @@ class Tokenizer(Renderer):
         return np.array(self._encode(text, add_special_tokens=True), dtype=np.int32)
 
     def encode_part(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text that is part of a prompt. No special tokens are added to those in the text."""
+        """Token ids of a text that is part of a prompt. The text may contain special tokens; no others are added."""
         return tuple(self._encode(text, add_special_tokens=False))
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -391,7 +391,10 @@ class TokenBytes:
 
 @functools.cache
 def _alphabet() -> dict[str, int]:
-    """Character of GPT-2's alphabet -> byte. Printable bytes have their own characters, others those from 256 on."""
+    """Character of GPT-2's alphabet -> byte.
+
+    A printable byte has the character of its own code; the other bytes have the characters with codes from 256 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -407,7 +410,7 @@ def _spelt(token: str) -> bytes:
 
 
 def _byte_tokens(hf_tokenizer: Any) -> dict[int, int]:
-    """The byte of each of sentencepiece's tokens for single bytes, such as `<0xE2>`."""
+    """Token id -> byte, for sentencepiece's tokens that stand for single bytes, such as `<0xE2>`."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     ids: Sequence[Any] = hf_tokenizer.convert_tokens_to_ids(names)
     pairs = [(token_id, byte) for byte, token_id in enumerate(ids) if isinstance(token_id, int)]
@@ -415,7 +418,7 @@ def _byte_tokens(hf_tokenizer: Any) -> dict[int, int]:
 
 
 def _reads_runs_whole(byte_of: dict[int, int], decode: Decode) -> bool:
-    """Whether one wrong byte makes all bytes of its run unreadable. Tries a character's two bytes and one more byte."""
+    """Whether one wrong byte makes all bytes of its run unreadable. Tries two right bytes and a wrong third."""
     token_of = {byte: token_id for token_id, byte in byte_of.items()}
     run = [token_of.get(byte) for byte in "é".encode()]
     if None in run:

@@ -176,7 +176,7 @@ class JsonScanner:
 
 
 class CallBody:
-    """Reads a call in a region of a reply, which belongs to a field of a response template."""
+    """Reads a call in a region of a reply. The region belongs to a field of a response template."""
 
     def __init__(self, field: Any, captures: Mapping[str, str], schemas: Schemas) -> None:
         """`captures`: the texts of the named groups in the call's opening marker."""
@@ -370,7 +370,7 @@ class _TagBody(CallBody):
         return [Call(calls[0].name, arguments, True, calls[0].id)]
 
     def _cut_off(self, tail: str) -> None:
-        """End a call without its closing marker. It is complete if only that marker is missing."""
+        """End a call without its closing marker. The call is complete if only this marker is missing."""
         calls = self._made()
         if calls is None:
             self.has_failed = True
@@ -463,7 +463,7 @@ def calls_in(
 
 
 def _named(item: Any, needs_arguments: bool) -> Any:
-    """A call's JSON object with its arguments under both usual names. A call may leave out empty arguments."""
+    """A call's JSON object, with its arguments both as `arguments` and as `parameters`; {} if the call has neither."""
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):
         return item
     if needs_arguments and not {"arguments", "parameters"} & set(item):

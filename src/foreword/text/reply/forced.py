@@ -1,6 +1,6 @@
 """Forced calls: a grammar of replies that consist only of calls, in the form of the model's family.
 
-Separators are the same as in templates, so that a call has the same tokens when the conversation comes back. In the
+Separators are the same as in templates, so that a call has the same tokens in the prompt of the next request. In the
 grammar, tokens that the tokenizer has added to its vocabulary are written by their ids. llguidance takes most of them
 for special tokens, which it does not spell with letters.
 """
@@ -32,9 +32,9 @@ class TagValue:
     """One way to write a value."""
 
     is_text: bool
-    """Whether it is a text, and not JSON."""
+    """Whether the value is a text, and not JSON."""
     exactly: str | None = None
-    """The whole value if it is fixed, else None."""
+    """The value's text if the schema allows only one value; else None."""
     patterns: tuple[str, ...] = ()
     """Regular expressions; a text must match each of them as a whole."""
     schema: Mapping[str, Any] | None = None
@@ -168,7 +168,8 @@ def without_patterns(
 ) -> tuple[Any, tuple[Unenforced, ...]]:
     """Leave out patterns that the grammar cannot follow. Returns the new schema and the patterns that were left out.
 
-    If a pattern for members' names is left out, all other members are allowed: more values are valid, never fewer.
+    If a pattern for the names of an object's members is left out, members with any other name are allowed, too. So the
+    new schema allows more values, never fewer.
     """
     if isinstance(schema, list):
         parts = [without_patterns(item, can_follow, f"{place}[{at}]") for at, item in enumerate(schema)]
@@ -211,7 +212,7 @@ def forced_calls(
     """The Lark grammar of one call of one of the functions, or of several calls if `may_repeat`.
 
     `functions`: each with its `name`, and the JSON schema of its arguments in `parameters`. `added_tokens`: ids of the
-    tokens that the tokenizer adds, by their texts. A form without calls gets bare JSON.
+    tokens that the tokenizer adds, by their texts. If `form` is None or has no format of calls, a call is bare JSON.
     """
     call = form.call_form if form is not None and form.call_form is not None else family(BARE).call_form
     assert call is not None
@@ -239,7 +240,7 @@ class _Writer:
         )
 
     def call(self, number: int, function: Mapping[str, Any]) -> list[str]:
-        """The rules of a function's call. The first rule is named c and `number`."""
+        """The rules of a function's call. The first rule's name is `c` followed by `number`, such as `c0`."""
         opening, closing = (
             self.literal(self._form[key].replace("{name}", function["name"])) for key in ("open", "close")
         )
@@ -276,7 +277,7 @@ class _Writer:
         return [f"{item}: {opening} ({' | '.join(forms)})", *rules]
 
     def _form_of(self, value: TagValue, name: str, tags: Mapping[str, str]) -> tuple[str, list[str]]:
-        """The terms of one way to write a value and its closing tag, and the rules that these terms need."""
+        """One way to write a value and its closing tag: the terms in Lark, and the rules that these terms need."""
         closing = self.literal(tags["close"])
         mark = tags.get("string", "") if value.is_text else ""
         quote, ends = self.literal(mark), mark or tags["close"]
@@ -315,7 +316,7 @@ def _sequence(name: str, items: Sequence[tuple[str, bool]], between: str) -> lis
     """Rules of items in their order. Optional items may be missing. Separators stand only between items."""
     if not between:
         return [f"{name}: " + (" ".join(item if needed else f"{item}?" for item, needed in items) or '""')]
-    # The first item has no separator before it: rules f apply before any item is written, rules r after that.
+    # The first written item has no separator before it. Rules f apply until an item is written, rules r after that.
     rules = [f"{name}: {name}_f0"]
     for number, (item, needed) in enumerate(items):
         skipped = ("", "") if needed else (f" | {name}_f{number + 1}", f" | {name}_r{number + 1}")

@@ -19,10 +19,11 @@ FAMILIES = (
     "gpt_oss minimax_m2 kimi_k2 deepseek_v3 deepseek_v3_1 glm4 gemma4 functiongemma qwen3_coder mistral mistral_old "
     "nemotron granite3 llama4 llama3 hermes think"
 ).split()
-"""Families in the order of the search: a family whose marks contain another family's marks comes first."""
+"""Model families, in the order in which a chat template is searched for their marks (texts typical of the family). If
+the marks of family A include those of family B, A comes before B."""
 
 THINK = "think"
-"""The form of replies that think and make no calls."""
+"""The name of the reply format with reasoning and without calls."""
 
 BARE = "bare"
 """The form of forced calls for templates without a form: the whole reply is JSON. No chat template selects it."""
@@ -65,7 +66,7 @@ class ReplyFormat:
     thinking: ThinkingMarks | None = None
     """The marks of thinking; None if replies have no reasoning, or the end of reasoning is not known."""
     call_form: Mapping[str, Any] | None = None
-    """The form of forced calls, which `forced.py` reads; None: bare JSON."""
+    """The format in which forced calls are written; `forced.py` reads it. None: bare JSON."""
     stop: tuple[str, ...] = ()
     """Strings that end the reply after its first call."""
     source: str = field(default="", repr=False)
@@ -134,7 +135,10 @@ def _chosen(option: str, base: ReplyFormat | None) -> ReplyFormat:
 
 
 def _with_template(name: str, spec: Any, base: ReplyFormat | None) -> ReplyFormat:
-    """Make a form from a template of a user or checkpoint. The other fields come from the chat template's family."""
+    """Make a reply format from a response template of a user or checkpoint.
+
+    `base`: the format of the chat template's family, which gives the facts that response templates do not have.
+    """
     template = _compiled(spec)
     parts = {} if base is None else {"thinking": base.thinking, "call_form": base.call_form, "stop": base.stop}
     if "thinking" not in parts or parts["thinking"] is None:
@@ -153,7 +157,7 @@ def _marks_of(template: Any) -> ThinkingMarks | None:
 def _read_family(
     name: str, data: Mapping[str, Any], compile_template: Callable[[Any], Any] | None = None
 ) -> ReplyFormat:
-    """Make the form of a family. `compile_template` compiles its template; None: it is one of foreword's own."""
+    """Make the form of a family. `compile_template` compiles the family's template; None: `_compiled_own` does."""
     marks = data.get("thinking")
     return ReplyFormat(
         name,
@@ -190,7 +194,11 @@ def _compiled_own(spec: Mapping[str, Any]) -> SimpleNamespace:
 
 
 def _anchor(item: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The mark that begins or ends a field: an expression, its literals or None, and whether one begins another."""
+    """The marker that opens or closes a field, as attributes of a response template.
+
+    `re`: a regular expression, or None without a marker. `literals`: the marker's possible texts; None for a pattern.
+    `literal_can_extend`: whether one of these texts begins with another.
+    """
     pattern, literals, can_extend = item.get(f"{key}_pattern"), None, False
     if pattern is None and key in item:
         literals = [item[key]] if isinstance(item[key], str) else list(dict.fromkeys(item[key]))
@@ -206,7 +214,7 @@ def _plain(spec: Any) -> str:
 
 
 def _marked(chat_template: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """The families whose marks a chat template has, the best first."""
+    """The model families whose marks all occur in a chat template, as (name, data); the first one fits best."""
     each = [(name, _data(name)) for name in FAMILIES] if chat_template else []
     return [(name, data) for name, data in each if all(mark in chat_template for mark in data["found_by"])]
 

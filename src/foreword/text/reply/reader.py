@@ -16,7 +16,7 @@ from foreword.text.reply.call_bodies import CallBody, may_grow, open_body
 from foreword.text.reply.format import ReplyFormat
 
 _CONTEXT = 64
-"""Characters to keep before the position, for patterns that look back."""
+"""The number of characters to keep before the position from which to read, for patterns with look-behind."""
 _MOST_SPACE = 64
 """Most characters of white space to hold back for a marker whose pattern begins with white space."""
 
@@ -85,7 +85,7 @@ class ReplyReader:
         self._fields = [field for field in fields if reads_calls or form.kind(field.name) != "call"]
         self._implicit = next((field for field in self._fields if field.open_re is None), None)
         self._region: Any = None
-        """The open field, if its opening marker was read; else None."""
+        """The field that is being read, such as the reasoning, if its opening marker was read; else None."""
         self._call: CallBody | None = None
         self._raw: list[str] = []
         """The text of the call that is being read, which is shown if it is not a call after all."""
@@ -93,7 +93,8 @@ class ReplyReader:
         self._space: list[str] = []
         """White space after the last text: the next part decides whether it is shown."""
         self._last = ""
-        """Kind of the last part or region: "text", "reasoning", "call", "opened", "shown" (reasoning), or ""."""
+        """What was read last: "text"; "opened": the marker that opens reasoning; "shown": text of reasoning;
+        "reasoning": the marker that ends it; "call"; "": nothing yet, or the marker that opens a text."""
         self._lead = ""
         """The separator to write before the next text, if there was earlier text of the same field."""
         self._seen: set[str] = set()
@@ -130,7 +131,10 @@ class ReplyReader:
         return parts
 
     def _read_prompt(self, prompt_end: str) -> None:
-        """Read the prompt's end, so that the reply begins in its state. Parts of the prompt are dropped."""
+        """Read the prompt's end. Then the reader knows whether the reply begins inside a field, such as the reasoning.
+
+        Parts that are read from the prompt are dropped, as they do not belong to the reply.
+        """
         starts = [match.end() for match in self._form.template.start_anchor_re.finditer(prompt_end)]
         thinking = self._form.thinking
         if starts:
@@ -192,7 +196,9 @@ class ReplyReader:
         return True
 
     def _next_marker(self, *, at_end: bool) -> tuple[Any, Any, int]:
-        """Return the field and the match of the next certain marker (or None twice), and where certain text ends.
+        """Find the next marker that more text cannot change. Returns its field and match, and where certain text ends.
+
+        Without such a marker, field and match are None.
 
         The first marker counts; if several begin at one position, the longest.
         """
@@ -230,7 +236,10 @@ class ReplyReader:
         return None, None, held
 
     def _thinking_here(self, pattern: Any, *, at_end: bool) -> Any:
-        """The marker that opens thinking, if it stands here. Inside a text, the marker is only mentioned."""
+        """The marker that opens thinking, if it comes next, perhaps after white space.
+
+        None after text of the answer, which only quotes the marker.
+        """
         if self._last == "text":
             return None
         start = len(self._buffer) - len(self._buffer[self._at :].lstrip())

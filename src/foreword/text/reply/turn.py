@@ -90,7 +90,7 @@ class ThinkingLimit:
         return mask
 
     def fork(self) -> ThinkingLimit | None:
-        """Copy the limit at this place; None before the answer begins, or if its constraint cannot be copied."""
+        """Copy the limit in its present state; None before the answer, or if its constraint cannot be copied."""
         if self._state != "answer" or self._forced:
             return None
         answer = self._answer.fork() if isinstance(self._answer, ForkingConstraint) else None
@@ -147,7 +147,7 @@ class Turn:
     def reader(
         self, *, tools: Sequence[Mapping[str, Any]] = (), reads_calls: bool = True, has_bare_call: bool = False
     ) -> ReplyReader | None:
-        """Make a reader of the reply; None if it is plain text. `has_bare_call`: the whole reply is a forced call."""
+        """Make a reader of the reply; None if it is plain text. `has_bare_call`: the reply is one forced call."""
         form = self.form
         if has_bare_call and (form is None or not form.reads_calls):
             return ReplyReader(family(BARE), self._prompt_end, tools=tools)
@@ -164,7 +164,7 @@ class Turn:
         end_token_ids: Collection[int],
         is_call: bool = False,
     ) -> Callable[[], TokenConstraint] | None:
-        """Return a function that opens a reply's limit; None if nothing limits the reply. The function can be pickled.
+        """Return a function that makes the constraint of a reply; None if nothing limits the reply. It can be pickled.
 
         `budget`: the most tokens of thinking. `answer` opens the constraint after the thinking.
 
