@@ -99,9 +99,9 @@ class Fleet:
     """Seconds to prefill `computed_tokens`."""
     reuse_s: FloatArray
     """Seconds that waiting requests lose because blocks of another replica are computed once more here, minus the
-    seconds that later requests save with the new copy. At least minus the prefill seconds."""
+    seconds that later requests save with the new copy. The value is at least `-prefill_s`."""
     price_s: FloatArray
-    """Seconds to compute the evicted blocks again, times the chance that they would have been used."""
+    """Seconds to recompute the blocks that the request would evict, times the chance that they would have been used."""
     decode_s: FloatArray
     """Seconds by which answers that the replica generates delay the request."""
     num_waiting: Int64Array
@@ -138,7 +138,7 @@ class Candidate:
     standing: Standing
     hit_tokens: int
     source_tokens: int
-    """Tokens of a linked prompt's sources that the replica has or does not need; 0 for other prompts."""
+    """Tokens of a linked prompt's sources that the replica need not compute; 0 for other prompts."""
     uncached_tokens: int
     """Tokens to compute, at least 1; see `Fleet.computed_tokens`."""
     backlog_s: float
@@ -191,7 +191,7 @@ class Decision:
 
     @property
     def source_tokens(self) -> int:
-        """Tokens of a linked prompt's sources that the prompt does not have itself; 0 for other prompts."""
+        """Tokens of a linked prompt's sources, without the blocks that the prompt has too; 0 for other prompts."""
         sources = self.fleet.sources
         return 0 if sources is None else sources.num_blocks * self.fleet.block_tokens
 

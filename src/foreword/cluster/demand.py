@@ -1,7 +1,7 @@
-"""Which requests share the beginning of their prompts, and for which part of a lost hit's cost one request answers.
+"""Which requests share the beginning of their prompts, and which part of a lost hit's cost is charged to one request.
 
-Prompts lie in a tree whose nodes are runs of blocks. The tree keeps the last used prompts, up to as many blocks as all
-replicas have together.
+Prompts lie in a tree whose nodes are consecutive blocks. The tree keeps the last used prompts, up to as many blocks as
+all replicas have together.
 
     system prompt                conversations 3, under way 2
     |-- first conversation       conversations 1, under way 1
@@ -27,15 +27,15 @@ from foreword.cluster.reuse_ages import FloatArray
 
 @dataclass(slots=True, eq=False)
 class PromptNode:
-    """A run of blocks that the same prompts have. It follows the run of its parent."""
+    """Consecutive blocks that belong to the same prompts. They follow the blocks of the parent node."""
 
     parent: PromptNode | None
     keys: list[Key]
     conversations: int = 1
-    """Prompts that have this run and differ from each other in or after it. A prompt that goes on where another ended
-    is the same conversation."""
+    """The number of prompts with these blocks that differ from each other. A prompt that only continues an earlier
+    prompt is the same conversation, so it is not counted again."""
     under_way: int = 0
-    """Requests without a first token whose prompts have this run."""
+    """The number of requests whose prompts have these blocks and that have no first token yet."""
     children: dict[Key, PromptNode] = field(default_factory=dict)
     """Child nodes by their first keys."""
 
@@ -48,7 +48,7 @@ class PromptNode:
 
 
 class Stretch(NamedTuple):
-    """Consecutive blocks of a prompt, from the end of the stretch before up to `end` (exclusive)."""
+    """Consecutive blocks of a prompt, from the end of the preceding stretch up to `end` (exclusive)."""
 
     end: int
     conversations: int
@@ -168,7 +168,7 @@ class Demand:
 
 
 def lost_shares(stretches: Sequence[Stretch], hits: Int64Array, scale: float) -> tuple[Int64Array, FloatArray]:
-    """The number of blocks that each replica lacks but another has, and the part of their cost that this request bears.
+    """For each replica: how many blocks it lacks but another has, and the part of their cost charged to this request.
 
     `hits` [replicas]: leading blocks that each replica holds. `scale`: requests under way at all routers, divided by
     those of this router. Both results are [replicas]. The part of one block is the smaller of
@@ -176,7 +176,7 @@ def lost_shares(stretches: Sequence[Stretch], hits: Int64Array, scale: float) ->
         1 / (1 + requests under way that want it / replicas that hold it)     later requests share the copy
         replicas / conversations that want it                                 a copy serves its replica's conversations
 
-    A block of one conversation counts in full. A block that all requests have costs almost nothing.
+    The cost of a block of one conversation is charged in full. A block that all requests have costs almost nothing.
     """
     held = hits.tolist()
     num_at = Counter(held)
@@ -197,6 +197,6 @@ def lost_shares(stretches: Sequence[Stretch], hits: Int64Array, scale: float) ->
 
 
 def _num_equal(keys: Sequence[Key], depth: int, node_keys: Sequence[Key]) -> int:
-    """The number of a node's leading keys that equal a prompt's from `depth` on. After a difference, all differ."""
+    """How many of a node's leading keys equal the prompt's from `depth` on. After a difference, all keys differ."""
     length = min(len(node_keys), len(keys) - depth)
     return bisect_left(range(length), True, key=lambda at: keys[depth + at] != node_keys[at])

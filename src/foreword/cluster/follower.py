@@ -8,8 +8,8 @@ The follower gets every batch that arrives, tells its `Sink` which blocks to sto
     reset         ─> nothing: batches that are missing before it do not matter
     other publisher id, numbers that start again, silence ─> as at the first batch
 
-While it waits for a replay or a snapshot, it keeps later batches and applies them afterwards. Repeated batches are
-ignored.
+While the follower waits for a replay or a snapshot, it keeps later batches and applies them afterwards. Repeated
+batches are ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EventBatch:
     """Identifies one life of the publisher's process. None: the publisher gives no id. If a number then goes back, the
     publisher may have restarted."""
     number: int
-    """Consecutive from 0 in each life. In a snapshot: the number of the last batch that it includes, or -1."""
+    """Batches count from 0 in each process of the publisher. In a snapshot: the last batch that it includes, or -1."""
     events: tuple[Event, ...] = ()
     time: float = 0.0
     """Time in seconds by the publisher's clock."""

@@ -7,14 +7,14 @@ number of keys after which its bit is still set.
     holders (slots 2 1 0)   111   011   011   001
     AND up to here          111   011   011   001       depths: slot 0: 4, slot 1: 3, slot 2: 1
 
-Parts of a linked prompt are copied from sources (`SourceHits`). A replica first computes the blocks of a source that it
-lacks, separately from the prompt. Then it copies the run, which costs next to nothing:
+Parts of a linked prompt are copied from sources (`SourceHits`). For each source, a replica first computes the blocks
+that it lacks, separately from the prompt. Then it copies the part's KV, which costs next to nothing:
 
     prompt     |==== cached ====|--- computed ---|~~~ copied ~~~|--- computed ---|~~~ copied ~~~|--- computed ---|
     sources                             |== cached ==|- computed -|            |======= cached =======|
 
-A run that lies in the cached beginning needs no source. Blocks that a source shares with the prompt or with other
-sources, such as the instructions, are computed once.
+A part that lies in the prompt's cached beginning needs no source. Blocks that a source shares with the prompt or with
+other sources, such as the instructions, are computed once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from foreword.cache.block_ids import Int64Array
 Key = Hashable
 """A block's key: a `BlockHash` for foreword's replicas, an integer for others."""
 MAX_LEVELS = 24
-"""Up to this number of different depths, a search is faster than a walk."""
+"""If the replicas' held prefixes end at no more than this number of depths, `_search` is faster than `_walk`."""
 
 
 class HolderIndex:
@@ -72,7 +72,7 @@ class HolderIndex:
         """The number of leading blocks of each prefix that each replica holds, [prefixes, num_slots].
 
         0 for slots whose bit is not in `among`. `closed` promises that a replica with a block has all blocks before it.
-        Then a search replaces the walk, unless replicas end at very many depths.
+        Then a search replaces the walk, unless the replicas' held prefixes end at very many depths.
         """
         if not among or not prefixes:
             return np.zeros((len(prefixes), num_slots), np.int64)
@@ -96,7 +96,7 @@ class HolderIndex:
         return self._walk(keys, among) if levels is None else levels
 
     def _walk(self, keys: list[Key], among: int) -> Iterator[tuple[int, int]]:
-        """`_levels` of replicas that need not be closed."""
+        """The result of `_levels` for any replicas: it looks up every key."""
         masks = list(accumulate(map(self._holders.get, keys, repeat(0)), and_, initial=among))
         masks.reverse()  # an AND only clears bits, so these numbers ascend
         at = 0
@@ -152,7 +152,7 @@ class SourceHits:
     missing_blocks: Int64Array
     """The number of the sources' blocks that each replica needs and lacks, [slots]."""
     copied_tokens: Int64Array
-    """The number of the prompt's tokens that each replica would copy, [slots]."""
+    """The number of the prompt's tokens that each replica would copy from sources, [slots]."""
 
     @classmethod
     def of(

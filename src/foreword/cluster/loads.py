@@ -39,7 +39,7 @@ DOUBT = 4.0
 FADING = 0.9
 """Factor by which a measurement of any replica lowers the weight of all earlier ones."""
 ALIKE = 0.25
-"""Replicas whose rates differ from the mean by less than this share get the mean, so that their caches fill evenly."""
+"""A rate that differs from the mean rate by less than this share is set to the mean, so that caches fill evenly."""
 MIN_RATE_TOKENS = 64
 """A prompt with fewer computed tokens is not used to measure a rate: latency dominates its time."""
 
@@ -52,7 +52,7 @@ class Rates:
         self._measured: FloatArray = np.zeros(0)
         """Means of the replicas' own measurements."""
         self._trust: FloatArray = np.zeros(0)
-        """The weight of each replica's measurements: each measurement adds 1, and fades."""
+        """The weight of each replica's measurements: a measurement adds 1, which `FADING` lowers later."""
         self._is_pooled: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 
     def grow(self) -> None:

@@ -27,9 +27,10 @@ class RoutingOptions:
     price_weight: float = 1.0
     """Weight of the evicted blocks' price; 0 leaves it out."""
     load_slack: float = 0.25
-    """If no cache is known, a replica may have its fair share of the open requests, times 1 + `load_slack`."""
+    """If the router knows no replica's cache, a replica gets at most 1 + `load_slack` times its share of the
+    requests."""
     expectation_s: float = 60.0
-    """Seconds from the first token until blocks that no event has reported are no longer expected."""
+    """Seconds after a request's first token. A block that no event has reported by then is no longer expected."""
     share_load: bool = False
     """Whether `take_updates` has updates for other routers."""
     peer_silence_s: float = 5.0
@@ -54,7 +55,8 @@ class ReplicaSpec:
     tokens_per_s: float
     """Prefill tokens a second; measurements correct this rate."""
     is_rate_known: bool = True
-    """False: the rate is a guess, and the mean of measurements at such replicas replaces it (`loads.py`)."""
+    """False: the rate is a guess. The mean of measurements at all replicas with guessed rates replaces it
+    (`loads.py`)."""
     decode_s: float = 0.0
     """Seconds by which each answer that the replica generates delays a new request's first token."""
     decode_tokens: float = 0.0

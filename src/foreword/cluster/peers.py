@@ -4,7 +4,7 @@ The reservations of a router that falls silent end. Routers share load but not b
 
 Routers that decide at the same moment take turns, so that each knows the choices of the others before its own.
 
-Time is cut into slots, router after router (`time_to_turn`):
+Time is cut into slots of equal length. The routers own them one after the other (`time_to_turn`):
 
     clock_s   |-- a --|-- b --|-- c --|-- a --|-- b --| ...
 """

@@ -12,25 +12,26 @@ NUM_DOUBLINGS = 24
 
 
 class ReuseAges:
-    """Learns, for each doubling of the age, the share of prefixes of that age that are used before the age doubles.
+    """Learns which share of the prefixes of an age (seconds since the last use) is used before that age doubles.
 
-    A new block stays in a pool for about the age at which the pool evicts. To make room for it, older blocks lose about
-    one doubling of their age. So each new block costs about `chances(age)` uses (hazard rate times age).
+    A new block takes a place of a full pool for about the age at which the pool evicts. So other blocks are evicted
+    earlier: by that age in total, which is one doubling. So each new block costs about `chances(age)` uses (hazard rate
+    times age).
     """
 
     def __init__(self) -> None:
         self._ended: FloatArray = np.zeros(NUM_DOUBLINGS)
         self._reused: FloatArray = np.zeros(NUM_DOUBLINGS)
         self._chances: FloatArray | None = None
-        """The chance of each doubling; None if it must be computed anew."""
+        """For each doubling of the age, the chance of a use; None if the chances must be computed anew."""
 
     def note_reuse(self, age_s: float) -> None:
-        """Record that a prefix was used again at this age, in seconds."""
+        """Record that a prefix was used again `age_s` seconds after its last use."""
         self._reused[_doubling(age_s)] += 1
         self.note_eviction(age_s)
 
     def note_eviction(self, age_s: float) -> None:
-        """Record that a prefix was evicted at this age, in seconds."""
+        """Record that a prefix was evicted `age_s` seconds after its last use."""
         self._ended[_doubling(age_s)] += 1
         self._chances = None
 

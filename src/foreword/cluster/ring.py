@@ -1,4 +1,4 @@
-"""Chooses a replica when no cache is known: consistent hashing with bounded loads.
+"""Chooses a replica if the router knows no replica's cache: consistent hashing with bounded loads.
 
 The method is that of Mirrokni, Thorup and Zadimoghaddam (2018). Clockwise from the request's point, the first replica
 with room takes the request. A replica has room up to `1 + slack` times its fair share of the open requests.
@@ -34,7 +34,7 @@ class HashRing:
         self._points = [point for point in self._points if point[1] != slot]
 
     def find(self, key: object, usable: npt.NDArray[np.bool_], num_open: Int64Array, slack: float) -> int:
-        """The slot of the first usable replica with room, clockwise from the key's point.
+        """The slot of the first usable replica that has room for a request, clockwise from the key's point.
 
         `num_open` [slots] counts open requests. The replica with the fewest requests always has room.
         """

@@ -50,7 +50,7 @@ from foreword.cluster.ring import HashRing
 from foreword.errors import ConfigError, NoReplicaError
 
 MAX_WAIT_SHARE = 0.01
-"""Longest wait of a prompt for its router's turn, as a share of its prefill time."""
+"""Longest wait of a request for its router's time slot, as a share of the request's prefill time."""
 Rule = Callable[[Fleet], FloatArray]
 """Returns the cost of each slot, [slots]. The usable slot with the lowest cost is chosen."""
 
@@ -135,7 +135,7 @@ class RoutingCore:
         self._loads.table.usable[slot] = False
 
     def leave(self, name: str, now: float) -> list[Reservation]:
-        """Forget a replica. Returns this router's open reservations there, which are released."""
+        """Forget a replica and release all its open reservations. Returns those that this router made."""
         slot = self._slot(name)
         self.retire(name)
         lost = [reservation for reservation, work in self._loads.open.items() if work.slot == slot]
@@ -170,15 +170,15 @@ class RoutingCore:
     # ------------------------------------------------------------------ knowledge
 
     def observe(self, name: str, batch: EventBatch, now: float) -> bool:
-        """Take a replica's next events. False: its cache is not known now, and a snapshot is needed."""
+        """Take a replica's next events. False: the mirror is no longer right, so a snapshot is needed."""
         return self.learn(name, lambda follower: follower.take(batch), now)
 
     def install_snapshot(self, name: str, snapshot: EventBatch, now: float) -> bool:
-        """Take a replica's whole state. False: batches after the snapshot are missing, and a newer one is needed."""
+        """Take a replica's whole state. False: batches after the snapshot are missing; a newer snapshot is needed."""
         return self.learn(name, lambda follower: follower.install(snapshot), now)
 
     def learn(self, name: str, tell: Callable[[Follower], object], now: float) -> bool:
-        """Call `tell` with a replica's follower, to pass on what has arrived. False: its cache is not known now."""
+        """Call `tell` with a replica's follower, to pass on what has arrived. False: its mirror is not synced then."""
         slot = self._slot(name)
         mirror = self._mirrors[slot]
         mirror.learn(lambda: tell(mirror.follower), now)
@@ -205,8 +205,8 @@ class RoutingCore:
         """Seconds to wait before `choose`, so that routers decide one after the other; 0.0 if there is one router.
 
         `clock_s` is the time of a clock that all routers share, such as `time.time()`. If another router does not know
-        a choice, its requests can be delayed by that prompt's prefill. A wait must be much shorter, so short prompts do
-        not wait.
+        this choice, this prompt's prefill can delay that router's requests. A wait helps only if it is much shorter
+        than the prefill, so short prompts do not wait.
         """
         wait_s = time_to_turn(self.router, self._peers, self.options.turn_s, clock_s)
         table = self._loads.table
@@ -304,7 +304,7 @@ class RoutingCore:
     def _reuse_s(
         self, request: RoutingRequest, usable: npt.NDArray[np.bool_], hits: Int64Array, computed: Int64Array
     ) -> FloatArray:
-        """The cost of lost reuse for other requests, in seconds, [slots]."""
+        """`Fleet.reuse_s`: what a choice of each slot costs other requests, in seconds, [slots]."""
         table, size, reuse = self._loads.table, self.options.block_tokens, np.zeros(len(usable))
         waiting = table.num_waiting[usable]
         num_waiting = float(waiting.sum())

@@ -48,7 +48,7 @@ class Mirror:
     def __init__(self) -> None:
         self.blocks: dict[BlockName, MirroredBlock] = {}
         self.children: dict[tuple[str, int, Key | None], dict[Key, None]] = {}
-        """The blocks after each block, the newest last. Blocks that begin a sequence are listed under None."""
+        """(Medium, group, key) -> keys of the blocks after this block, the newest last. Key None: the first blocks."""
         self.num_tokens = 0
         self.num_blocks: Counter[tuple[str, int]] = Counter()
         """The number of blocks by medium and group."""
@@ -109,7 +109,7 @@ class Mirror:
     def _lengths(self) -> dict[BlockName, int]:
         """For each block, the number of tokens from the first known block of its prefix to its end. Parents come first.
 
-        A publisher may send blocks that form a ring. The path then ends at the first block that comes again.
+        A wrong publisher may send blocks whose parents form a ring. Then the prefix begins where the ring would close.
         """
         lengths, begun = dict[BlockName, int](), set[BlockName]()
         for name in self.blocks:

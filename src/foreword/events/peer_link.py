@@ -28,7 +28,7 @@ FLUSH_S = 0.02
 WHOLE_S = 1.0
 """Seconds between two messages with all reservations."""
 MEET_S = 30.0
-"""Longest time to wait for the addresses of the fronts, in seconds."""
+"""Longest time to wait for the addresses of the fronts (HTTP servers with a router), in seconds."""
 
 FindPeers = Callable[[str], Awaitable[list[str]]]
 """Adds a front's address to the list of fronts, and returns the addresses of all fronts."""

@@ -160,7 +160,7 @@ class Feed:
         return None
 
     def close(self) -> None:
-        """Close the bell. Events are still counted, but the publisher is not woken."""
+        """Close the sockets of the bell. Later events are counted, but do not wake the publisher."""
         self.bell.close()
         self._rope.close()
 
@@ -381,15 +381,15 @@ class Publisher:
 
 
 def is_wildcard(address: str) -> bool:
-    """Whether an address leaves its machine or its port open. A socket can listen at it but not connect to it."""
+    """Whether an address names no machine or no port. A socket can listen at such an address but not connect to it."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host in ("*", "0.0.0.0", "[::]", "::") or port in ("0", "*")
 
 
 def binds(address: str) -> bool:
-    """Whether a publisher listens at an address: a file, a wildcard, or this machine's address in digits.
+    """Whether a publisher listens at an address: a file, a wildcard, `localhost`, or this machine's address in digits.
 
-    With a name, or another machine's address, the publisher connects to a consumer that listens there, as in vLLM.
+    With another name or machine, the publisher connects to a consumer that listens at the address, as in vLLM.
     """
     if address.startswith("ipc://") or is_wildcard(address):
         return True

@@ -46,7 +46,7 @@ NUM_SHOWN = 8
 IDLE_S = 10.0
 """Seconds without a new block after which a request has ended."""
 MAX_WAITING_BLOCKS = 1_000_000
-"""The most blocks of requests that wait for earlier requests to end. Beyond that, the earliest one counts as ended."""
+"""The most blocks in requests that `take` has not returned. Beyond that, the earliest request counts as ended."""
 MAX_SIZES = 64
 """The most block sizes to distinguish."""
 WHOLE_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
@@ -66,9 +66,9 @@ class Why:
     was_reset: bool = False
     """Whether the block was evicted because the whole cache was emptied."""
     ours: tuple[int, ...] = ()
-    """The prompt's first tokens that no cached sequence has at this place."""
+    """The next tokens of the prompt, after its first `num_tokens`; only for `NEVER_SEEN`, at most `NUM_SHOWN`."""
     theirs: tuple[int, ...] = ()
-    """The tokens of the nearest cached sequence at this place; empty if it ends there."""
+    """The tokens at the same positions of the nearest cached sequence; empty if there is none, or if it ends there."""
 
 
 def why_missed(
@@ -188,7 +188,7 @@ class RequestCounts:
 
     @property
     def is_bound(self) -> bool:
-        """Whether the found tokens are a lower bound. If not, and not exact, they may include recomputed blocks."""
+        """Whether `found_tokens` is a lower bound. If it is neither that nor exact, it may count recomputed blocks."""
         return self.reported == 0
 
 
@@ -229,7 +229,7 @@ class _Run:
 
 
 class Requests:
-    """Witness of a follower: rebuilds requests, and counts the tokens that twice the memory would have kept."""
+    """Witness of a follower: rebuilds requests, and counts the tokens that a pool of twice the size would have kept."""
 
     def __init__(self, mirror: Mirror, num_blocks: int | None = None, *, all_report: bool = False) -> None:
         """`num_blocks`: the size of the engine's pool; None: the most blocks that it held when it evicted.
@@ -238,7 +238,7 @@ class Requests:
         """
         self.counts = RequestCounts(all_report=all_report)
         self.num_again_tokens = 0
-        """Tokens that were stored again although twice the memory, under LRU, would have kept them."""
+        """Tokens that were evicted and stored again, but that a pool of twice the size would have kept under LRU."""
         self.num_blocks = num_blocks
         """Blocks of the engine's pool; None if it is not given and the engine has not evicted yet."""
         self.block_tokens: int | None = None
@@ -329,7 +329,7 @@ class Requests:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Medium and group of the blocks that are followed."""
+        """Medium and group of the blocks from which requests are rebuilt."""
         return DEVICE, self._group
 
     def _tell_time(self, time: float) -> None:

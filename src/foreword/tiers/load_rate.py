@@ -22,7 +22,7 @@ LATE_MIN_S = 0.1
 
 
 class LoadRate:
-    """A moving average of the rate. One thread measures, any thread may ask."""
+    """A moving average of the rate of loads, in bytes per second. One thread measures; any thread may ask."""
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -46,7 +46,7 @@ class LoadRate:
     def measure_late(self, num_bytes: int, seconds: float) -> None:
         """Record a load that its deadline ended after `num_bytes` bytes. Only this load decides the next estimate.
 
-        A load that ran for less than `LATE_MIN_S` mostly waited for other loads, and says nothing about the tier.
+        A load that ran for less than `LATE_MIN_S` mostly waited for other loads, so it is not measured.
         """
         if seconds >= LATE_MIN_S:
             self.bytes_per_s = max(1, num_bytes) / seconds

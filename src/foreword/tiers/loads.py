@@ -26,7 +26,7 @@ class Load:
     deadline: float
     """The time of `time.monotonic` at which the ticket ends."""
     places: npt.NDArray[np.void] | None = None
-    """Where the tier's thread found the blocks, if the tier notes that; None before."""
+    """The places at which the tier's thread found the blocks; None before, and for a tier that does not record them."""
 
 
 class Loads:

@@ -106,7 +106,7 @@ class ImportReport:
     blocks: int = 0
     """The number of the file's blocks that the cache has now, including blocks that it had before."""
     tokens: int = 0
-    """Leading tokens of the prompt that need not be computed; 0 unless all of the file's blocks are there."""
+    """Leading tokens of the prompt that need not be computed; 0 if the cache lacks a block of the file."""
     rejected: str | None = None
     """Why no block was taken; None if blocks were taken."""
 
@@ -196,7 +196,7 @@ def why_foreign(facts: Facts, identity: CacheIdentity, model_name: str) -> str |
 
 
 def check_shareable(cache: CacheConfig) -> None:
-    """Raise ConfigError for a cache whose blocks have no keys that others can trust."""
+    """Raise ConfigError if the cache's blocks have no keys, or have keys that somebody could forge."""
     if not cache.enable_prefix_caching or not cache.hash_function.startswith("sha256"):
         raise ConfigError(
             f"no prefix can be exported or imported with enable_prefix_caching={cache.enable_prefix_caching} and "

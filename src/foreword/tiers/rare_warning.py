@@ -18,7 +18,7 @@ class RareWarning:
         self._lock = threading.Lock()
         self._next_at = -PERIOD_S
         self._num_silent = 0
-        """The number of warnings since the last line."""
+        """The number of warnings that were not logged since the last log line."""
 
     def note(self, *facts: object) -> None:
         """Log the warning, or only count it; `facts` fill its text."""

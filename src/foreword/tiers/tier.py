@@ -213,7 +213,7 @@ class Tier(Protocol):
         ...
 
     def probe(self, keys: BlockKeys, *, deadline_s: float = 0.05, on_done: DoneCallback | None = None) -> Ticket:
-        """Find out which blocks are here. At most `deadline_s` seconds later the ticket is done, mostly at once.
+        """Find out which blocks are here. The ticket is done after at most `deadline_s` seconds, and mostly at once.
 
         The ticket's report has PRESENT or MISSING for each block, or why there is no answer: IO_ERROR, TIMEOUT,
         CANCELLED or QUEUE_FULL. `lookup` finds the blocks that are PRESENT.
@@ -229,7 +229,7 @@ class Tier(Protocol):
         deadline_s: float,
         on_done: DoneCallback | None = None,
     ) -> Ticket:
-        """Begin to load blocks, in order, into `sink`. At most `deadline_s` seconds later the ticket is done.
+        """Begin to load blocks, in order, into `sink`. The ticket is done after at most `deadline_s` seconds.
 
         Every block is verified before the sink gets it. The ticket's report has one outcome for each block: DONE,
         MISSING, CORRUPT, IO_ERROR, TIMEOUT, CANCELLED or QUEUE_FULL. Before the ticket is done, the tier forgets each

@@ -118,7 +118,7 @@ class DiskTier(AbstractContextManager["DiskTier"]):
     def forget(self, keys: BlockKeys) -> None:
         """Stop `lookup` from finding these blocks. Their bytes stay until their segment is evicted.
 
-        A restart that scans headers finds the blocks again. So this is for useless blocks, and erases no content.
+        This does not erase content: a restart that scans headers finds the blocks again.
         """
         self._state.index.forget(keys)
 

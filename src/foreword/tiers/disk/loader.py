@@ -50,7 +50,7 @@ class Piece:
     offset: int
     num_bytes: int
     carry_bytes: int
-    """The number of bytes before `offset` that its first block needs. They are the last bytes of the piece before."""
+    """The number of bytes before `offset` that the piece's first block needs: the last bytes of the preceding piece."""
     indices: list[int]
     """The indices of its blocks in the load."""
     is_last: bool
@@ -215,7 +215,7 @@ class ReadAhead:
 
 
 def _carried_over(piece: Piece, before: Content, content: Content, room: memoryview, front: int) -> Content:
-    """A piece's content, preceded by the bytes that its first block needs from the piece before."""
+    """A piece's content, with the bytes in front of it that its first block needs from the preceding piece."""
     carry = piece.carry_bytes
     missing = before.offset + len(before.data) != piece.offset
     if not carry or missing:
@@ -225,7 +225,7 @@ def _carried_over(piece: Piece, before: Content, content: Content, room: memoryv
 
 
 class Loader:
-    """Works on loads in the order in which they were asked for. `start` begins its threads, `close` ends them."""
+    """Works on loads in the order of the calls of `load`. `start` begins its threads, `close` ends them."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state

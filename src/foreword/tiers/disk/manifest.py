@@ -51,7 +51,7 @@ class Manifests(NamedTuple):
     facts: dict[bytes, Facts]
     """The facts of the sound manifests, by namespace."""
     unsound: dict[Path, str]
-    """Path of each other manifest -> why it is not sound."""
+    """Path of each manifest that is not sound -> the reason."""
 
 
 def write_manifest(files: RealFiles, root: Path, home: Path, namespace: bytes, facts: Facts) -> None:

@@ -107,7 +107,7 @@ class Scanner:
         return status.st_size
 
     def _scan(self, segment: Segment) -> None:
-        """Index a segment after the bytes that are indexed already. Errors are logged; then its blocks are misses."""
+        """Index the part of a segment that is not indexed yet. Errors are logged; then its blocks are misses."""
         state = self._state
         try:
             size = self._measure(segment)

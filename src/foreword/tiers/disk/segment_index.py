@@ -202,7 +202,7 @@ class SegmentIndex:
     def move(self, run: RunHeader, source: Segment, target: Segment) -> int:
         """Record that blocks of one segment were copied to a run of another segment. Returns the number moved.
 
-        Blocks that have got another place meanwhile keep it.
+        A block that has meanwhile got a place outside `source` keeps that place.
         """
         with self._lock:
             rows = self._find(run.keys())
@@ -279,7 +279,7 @@ class SegmentIndex:
         return np.fromiter(map(self._row_of.get, names, repeat(-1)), np.int64, len(names))
 
     def _insert(self, rows: Rows, *, replaces: bool) -> int:
-        """Insert rows. A row that is here already is replaced if `replaces`, or if the new row expires later."""
+        """Insert rows. The row of a known block is replaced only if `replaces`, or if the new row expires later."""
         names = _names(rows)
         last = dict(zip(names, range(len(names)), strict=True))
         if len(last) < len(names):  # of equal names the last counts

@@ -52,7 +52,7 @@ MAX_RUN_BYTES = 8 << 20
 """The most bytes of a run that we write, unless a single block is longer."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_STORED_BYTES = 1 << 30
-"""The most bytes of a block; a header that says more is damaged."""
+"""The most stored bytes of a block; a header with a longer block is damaged."""
 SUFFIX = ".fwseg"
 _NAME = re.compile(r"(\d{6,})-[0-9a-f]{8}\.fwseg")
 RESYNC_BYTES = 1 << 20
@@ -95,7 +95,7 @@ class RunHeader:
         return BlockKeys(self.namespace, self.entries["group"], self.entries["key"])
 
     def within(self, num_bytes: int) -> RunHeader:
-        """This header with only the blocks that end, with their padding, within a file of that size."""
+        """This header without the blocks that end (padding included) beyond the file's first `num_bytes` bytes."""
         pages = self.entries["page"] + -(-self.entries["stored_bytes"].astype(np.int64) // PAGE)
         ends = self.offset + pages * PAGE
         return self if ends.max() <= num_bytes else replace(self, entries=self.entries[ends <= num_bytes])
@@ -318,7 +318,7 @@ class RunBuffer:
         return self._data[self._end : end].data
 
     def add(self, run: BlockRun, index: int, stored_bytes: int) -> None:
-        """Keep the bytes that were written to `place` as the `index`-th block of `run`."""
+        """Keep the bytes that the caller wrote to the memory from `place` as the `index`-th block of `run`."""
         key, group_id = run.keys.keys[index], int(run.keys.group_ids[index])
         payload = self._data[self._end : self._end + padded(stored_bytes)].data
         entry = self._entries[len(self._index_of)]

@@ -56,9 +56,10 @@ from foreword.tiers.tier import PINNED, BlockRun, DoneCallback
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-"""The seconds without stores after a failed write. They double with each failure, from the first to the longest."""
+"""After a failed write, nothing is stored for `FIRST_PAUSE_S`. Each further failure doubles the pause, up to the
+longest."""
 SNAPSHOT_SHARE = 20
-"""A snapshot is written only after blocks with this multiple of its own bytes were stored, to spare the disk."""
+"""To spare the disk, a snapshot is written only after the stored bytes reach this many times the snapshot's size."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COPIED_SHARE = 0.25
 """The largest share of an evicted segment that is copied forward."""
@@ -315,11 +316,11 @@ class Evictor:
         ]
         if scanned:
             return min(scanned, key=lambda segment: worth[segment.id] / max(1, segment.physical_bytes))
-        # It is not known yet what the unscanned segments hold. The oldest of them goes.
+        # It is not known yet what the unscanned segments hold, so the oldest of them is evicted.
         return next((segment for segment in candidates if not segment.is_scanned), None)
 
     def _copy_best(self, victim: Segment) -> None:
-        """Copy the best blocks of a segment forward, as far as that succeeds."""
+        """Copy the best blocks of a segment to the newest segment, as far as that succeeds."""
         files = self._state.files
         try:
             fd = files.open_for_reading(victim.path)
@@ -370,7 +371,7 @@ class Store:
 
 
 class Storer:
-    """Writes stores in the order in which they were asked for, and looks after the directory in between."""
+    """Writes runs of blocks in the order of the calls of `store`, and looks after the directory between two runs."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
@@ -451,7 +452,7 @@ class Storer:
         return True
 
     def _evict(self) -> bool:
-        """Unlink one segment; if no other can go, the open segment is sealed first."""
+        """Unlink one segment. If no sealed segment can be unlinked, the open segment is sealed first."""
         try:
             if self._evictor.evict_one(copies=self._pause_s == 0):
                 return True

@@ -65,7 +65,7 @@ class HostTier(AbstractContextManager["HostTier"]):
         self._index: OrderedDict[Name, _Place] = OrderedDict()
         self._lock = threading.Lock()
         """The lock of index and free places. No thread calls a ticket's methods while it holds this lock. Blocks are
-        copied without it: only the copying thread gives places away, so a block that it reads is not overwritten.
+        copied without the lock: only the copying thread reuses places, so no block is overwritten while it is read.
         """
         self._counts = TierCounts()
         self._is_closed = False
@@ -141,7 +141,7 @@ class HostTier(AbstractContextManager["HostTier"]):
         ticket.finish(Outcome.CANCELLED)
 
     def _load(self, job: Load, index: int, name: Name, size: int) -> Outcome | None:
-        """Verify a block and hand it over; None if the ticket has ended, or knows the outcome."""
+        """Verify a block and give it to the sink. Returns its outcome; None if the ticket has ended or has it."""
         with self._lock:
             place = self._find(name)
             if place is None or place.num_bytes != size:

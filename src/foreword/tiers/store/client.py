@@ -33,7 +33,7 @@ Command = Sequence[bytes | str | int | memoryview]
 
 
 class ServerGoneError(Exception):
-    """The server does not answer, or not as it should. `is_deadline`: the caller's own deadline came first."""
+    """The server sent no answer, or a wrong one. `is_deadline`: the caller's own deadline came before the answer."""
 
     def __init__(self, message: str, *, is_deadline: bool = False) -> None:
         super().__init__(message)

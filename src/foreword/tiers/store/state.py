@@ -66,7 +66,7 @@ class CircuitBreaker:
         return max(0.0, self._try_at - self._monotonic())
 
     def may_try(self) -> bool:
-        """Whether the caller may go on: always if closed, else one caller after each pause."""
+        """Whether the caller may use the server. If the breaker is not closed, one caller may after each pause."""
         with self._lock:
             if self.state == "closed":
                 return True
@@ -78,7 +78,7 @@ class CircuitBreaker:
             return True
 
     def succeeded(self) -> bool:
-        """Close the breaker. True if it was not closed."""
+        """Close the breaker. True if it was open or half-open before."""
         with self._lock:
             was_closed = self.state == "closed"
             self.state, self._failures, self._pause_s = "closed", 0, self._first_pause_s
@@ -183,7 +183,7 @@ class StoreOptions:
     io_timeout_s: float = 0.5
     """The longest wait, in seconds, for the next bytes from the server, or for a connection."""
     session_s: float = 2.0
-    """The longest time, in seconds, of a session that is no load or store, such as the first login."""
+    """The longest time, in seconds, of a session that neither loads nor stores, such as the first login."""
     store_session_s: float = 30.0
     """The longest time, in seconds, to write one run."""
     max_failures: int = 3
@@ -196,7 +196,7 @@ class StoreOptions:
     absent_s: float = 5.0
     """The seconds for which a block counts as absent after the server did not have it, or could not give it."""
     max_known: int = 1 << 18
-    """The most blocks in the view, which takes some 200 bytes for each."""
+    """The most blocks in the `StoreView`, which takes some 200 bytes for each block."""
     max_asked: int = 1 << 16
     """The most blocks that may wait until the server is asked for them."""
     max_queued_load_bytes: int = 1 << 30
@@ -239,7 +239,7 @@ class StoreState(TierCounts):
     def session(self, link: Link, *, longest_s: float | None = None, deadline: float | None = None) -> Iterator[Link]:
         """Open a link's session of at most `longest_s` (None: `session_s`), and report its result to the breaker.
 
-        `deadline`: the time at which the session ends instead, because its caller waits no longer. Raises
+        `deadline`: if given, the session ends at this time instead, because then its caller no longer waits. Raises
         ServerGoneError.
         """
         last = time.monotonic() + (self.options.session_s if longest_s is None else longest_s)
@@ -257,7 +257,7 @@ class StoreState(TierCounts):
             logger.info("the store %s answers again", self.server.shown_url)
 
     def read_memory(self, link: Link) -> None:
-        """Ask for the server's memory and its limit, at most every 10 s. A user without this right gets no numbers."""
+        """Ask for the server's used memory and limit, at most every 10 s. If INFO is refused, no number changes."""
         if time.monotonic() < self.next_info:
             return
         self.next_info = time.monotonic() + INFO_EVERY_S

@@ -134,7 +134,7 @@ class StoreAsker:
             question.ticket.finish(Outcome.IO_ERROR)
 
     def _try_again(self) -> float | None:
-        """Try the server again after the breaker's pause. Returns the seconds to the next try; None: it is closed."""
+        """Try the server again after the breaker's pause. Returns the seconds to the next try; None: none is needed."""
         state = self._state
         if state.breaker.is_closed:
             return None
@@ -166,7 +166,7 @@ def exist(link: Link, names: list[bytes]) -> BoolArray:
 
 
 class StoreLoader:
-    """Works on loads in the order in which they were asked for."""
+    """Reads blocks from the server, in the order of the calls of `load`."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -257,7 +257,7 @@ class Store:
 
 
 class StoreWriter:
-    """Works on stores in the order in which they were asked for."""
+    """Writes runs of blocks to the server, in the order of the calls of `store`."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state

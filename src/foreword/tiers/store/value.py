@@ -5,8 +5,8 @@ Numbers are little endian:
     0  magic "FWBLK", version 1    24  key, 32 bytes      60  bytes of the payload    80  MAC, 16; 0 without a secret
     8  namespace, 16 bytes         56  group              64  checksum, 16 bytes      96  flags        100  payload
 
-The checksum covers all bytes from byte 80 on, and is seeded with the name. A reader knows what the bytes before it must
-be. So no byte can change unnoticed. The MAC (BLAKE2b with a secret) covers all but itself and the checksum.
+The checksum covers all bytes from byte 80 on, and is seeded with the name. A reader knows bytes 0 to 63 in advance. So
+no byte can change unnoticed. The MAC (BLAKE2b with a secret) covers all bytes except the MAC and the checksum.
 """
 
 from __future__ import annotations

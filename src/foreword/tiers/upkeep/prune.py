@@ -60,9 +60,9 @@ class Content:
     blocks: Counter[bytes] = field(default_factory=Counter)
     """Number of whole blocks by namespace."""
     newest_s: int = 0
-    """When its newest run was written; 0 if it has no run."""
+    """When the segment's newest run was written, in seconds since 1970; 0 if it has no run."""
     reason: str = ""
-    """Why it is to be deleted; empty if it stays."""
+    """Why the segment is to be deleted; empty if it stays."""
     is_deleted: bool = False
 
     @property
@@ -99,7 +99,7 @@ def contents_of(cache: Survey) -> list[Content]:
 
 
 def choose(cache: Survey, contents: list[Content], wish: Wish, cipher: Cipher | None) -> Result:
-    """Set the reason of each segment that the wish covers. Raises ConfigError for unknown namespaces and models.
+    """Set `reason` for each segment that `wish` selects. Raises ConfigError for unknown namespaces and models.
 
     A segment that a process may be writing gets no reason from `max_bytes`. It may get one from other fields, but the
     caller does not delete it.

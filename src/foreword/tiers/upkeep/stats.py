@@ -102,7 +102,7 @@ def _print(cache: Survey, listed: list[Tally]) -> None:
 
 
 def _default_options(cache: Survey) -> DiskOptions:
-    """The options of a process that starts now with defaults. Those of live processes are not written down."""
+    """The default options of a process that starts now. The options of live processes are recorded nowhere."""
     return DiskOptions().completed(cache.space.total_bytes, cache.space.free_bytes, cache.physical_bytes)
 
 

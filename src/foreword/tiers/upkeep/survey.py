@@ -103,7 +103,7 @@ class Survey:
             self.note_unreadable(segment.path, error)
 
     def note_unreadable(self, path: Path, error: OSError) -> None:
-        """Keep the reason, unless the file is gone: its process may evict it at any moment."""
+        """Record why a file was not read, unless it is gone: its process may evict a segment at any moment."""
         if not isinstance(error, FileNotFoundError):
             self.unreadable[path] = f"cannot be read: {error.strerror}"
 
@@ -118,7 +118,7 @@ def survey(files: RealFiles, path: Path) -> Survey:
 
 @contextmanager
 def held(files: RealFiles, path: Path) -> Iterator[Survey]:
-    """Look at a cache directory while nobody takes over a dead process's folder. Raises ConfigError."""
+    """Survey a cache directory; inside the context, nobody takes over a dead process's folder. Raises ConfigError."""
     janitor = -1
     try:
         checked = _checked(files, path)

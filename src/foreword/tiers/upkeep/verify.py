@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def cipher_of(key_file: Path | None) -> Cipher | None:
-    """The cipher of a key file, if there is one. Raises ConfigError."""
+    """The cipher with the secret of a key file; None without a key file. Raises ConfigError."""
     return None if key_file is None else AesGcm(read_secret(key_file))
 
 
