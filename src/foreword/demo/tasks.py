@@ -266,7 +266,7 @@ def _dealt(rng: Random, lines: Sequence[str], parts: _Parts) -> _Parts:
 
 
 def _argument(case: Case) -> Argument:
-    """The place of " amber falcon" in the line of the first question's fact."""
+    """The place of the key words, such as " amber falcon", in the line of the first question's fact."""
     attribute, words = case.question.key.split(" of the ")
     line = Fact(case.question.key, case.question.answer).text
     [number] = [number for number, part in enumerate(case.parts) if line in part.split("\n")]

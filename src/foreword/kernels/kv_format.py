@@ -7,8 +7,8 @@ and one scale:
     code    = element / scale, rounded to the nearest whole number, ties to even
     element = code * scale, for all readers
 
-Codes and scale depend on the row alone, and attention reads only stored rows, even of the present step. So a token's KV
-has the same bits in any batch, and a hit reads what a miss wrote.
+Codes and scale depend on the row alone. Attention reads all rows from storage, even those of the present step. So a
+token's KV has the same bits in any batch, and a hit reads what a miss wrote.
 
     a block's page of numbers    token 0: head 0, head 1, ..; token 1: ..
     a block's page of codes      the codes in this order, and then the scales in this order

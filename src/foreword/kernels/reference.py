@@ -51,9 +51,11 @@ class AttentionOptions:
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap); None: scores stay as they are."""
     sinks: Tensor | None = None
-    """[heads]: one more score per head that takes weight but has no value."""
+    """[heads]: for each head, one more score in the softmax. It lowers the weights of the keys, and has no value
+    itself."""
     local_chunk: int | None = None
-    """A query at position p sees positions p // local_chunk * local_chunk to p. Excludes a window."""
+    """A query at position p sees positions p // local_chunk * local_chunk to p. A layer with local chunks has no
+    window."""
     slopes: Tensor | None = None
     """[heads]: a score is raised by slope * (key's position - query's position), as in ALiBi (arXiv 2108.12409)."""
 
@@ -308,7 +310,7 @@ def _hidden(tile: Tile, start: int, chunk: int, options: AttentionOptions) -> Te
 
 
 def _zero_unseen(values: Tensor, tile: Tile, start: int, options: AttentionOptions) -> None:
-    """Zero values that no query of a request sees: their weight is 0, but 0 * NaN is not 0."""
+    """Set values to 0 if no query of a request sees them: their weight is 0, but 0 * NaN is not 0."""
     kv = torch.arange(start, start + values.shape[1], device=values.device)
     unseen = (kv >= tile.seen_to[:, -1:]) | (kv < _first_seen(tile.positions[:, :1], options))
     values.masked_fill_(unseen.repeat_interleave(len(values) // len(unseen), 0)[..., None], 0.0)

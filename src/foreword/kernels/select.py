@@ -59,7 +59,7 @@ class ReferenceAttention:
         return paged_attention(query, blocks, plan, options)
 
     def why_not(self, kv_format: KVFormat, options: AttentionOptions) -> str | None:
-        """This kernel takes every option and every format."""
+        """This kernel supports every option and every format."""
         return None
 
     def explain(self) -> str:

@@ -1,8 +1,9 @@
 """The CPU kernel for torch tensors: it plans steps and attends.
 
-One thread computes a request's leading chunks together, instead of one by one in any thread. A single chunk leaves
-partial results, which are written to memory and read again for merging. A thread that computes chunks from the first
-one on can merge at once. No bit changes, because partial results are always merged in the order of the chunks. A limit
+The leading chunks of a request are joined into one item of work, which one thread computes. A chunk that is an item by
+itself leaves partial results, which are written to memory and read again for merging. A thread that computes chunks
+from the first one on can merge at once. No bit changes, because partial results are always merged in the order of the
+chunks. A limit
 on the number of joined chunks keeps all threads busy:
 
     chunk       0   1   2   3   4
@@ -89,7 +90,7 @@ class AttentionOperations:
     def set_layer(
         self, blocks: KVBlocks, num_heads: int, options: AttentionOptions, dtype: torch.dtype, bfloat16: int
     ) -> None:
-        """Attend to the keys and values of `blocks`, which have no gaps and which the caller keeps.
+        """Attend to the keys and values of `blocks`, which have no gaps. The caller must keep them in memory.
 
         `dtype`: the type of queries and output, bfloat16 or float32. If the blocks have no codes, they have this type.
         `bfloat16`: the mode in which bfloat16 is multiplied.

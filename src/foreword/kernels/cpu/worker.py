@@ -58,7 +58,10 @@ def member_of(a: Any, number: int) -> Any:
 
 @compiled
 def _take_unit(a: Any, s: Any) -> Any:
-    """Take the next unit of work, and look ahead to its first chunk. Called before a unit's last chunk is computed."""
+    """Take the next unit of work, and find the addresses in its first chunk, so that it can be prefetched.
+
+    This is called before the last chunk of the present unit is computed.
+    """
     unit = fetch_add(a.counters + 64, 1)
     number, kv_head = unit // a.num_kv_heads, unit % a.num_kv_heads
     s.next_length = 0

@@ -73,9 +73,10 @@ def _weigh(store: Callable[[Any, list[Any], Any, Any, Any], Any]) -> Any:
     """Make the function for the second half of the softmax: a row's unnormalised weights in one chunk, from its peak.
 
     The function replaces scores[start:stop] by 2 ** (factor * score - peak), and writes the sum of the weights to
-    `stats`. The halves are two functions, because a row must wait for its peak, but rows with known peaks do not wait
-    for each other. `store(builder, powers, scores, index, total)` writes two vectors from `index` on, and returns the
-    new total.
+    `stats`. The two halves are separate functions: a row's weights need the row's peak, but once the peaks of several
+    rows are known, the processor can compute these rows' weights at the same time.
+
+    `store(builder, powers, scores, index, total)` writes two vectors from `index` on, and returns the new total.
     """
 
     @emit.instructions("aaiif")

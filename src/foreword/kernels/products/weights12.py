@@ -59,10 +59,11 @@ class CompactPanels:
     steps: npt.NDArray[np.uint16]
     """[panels, steps, 8, 3, 32]"""
     table: npt.NDArray[np.uint8]
-    """[64]: each code's upper byte, four times: a look-up takes six bits, of which two belong to another code."""
+    """[64]: each code's upper byte, repeated four times: a look-up uses six bits, four of a code and two of another
+    code."""
     exceptions: npt.NDArray[np.int32]
-    """[any, 2]: a weight's place in its panel, ascending, and the weight's bits. The last entry of a panel has a place
-    beyond all weights."""
+    """[entries, 2]: for each exception, its weight's number in the panel, ascending, and the weight's bits. The last
+    entry of each panel has a number beyond all weights."""
     starts: npt.NDArray[np.int64]
     """[panels]: the first entry of each panel in `exceptions`."""
 
@@ -130,7 +131,8 @@ def _count_upper(weight: Any, stride: int) -> Any:
 def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: Any, first: int, last: int) -> int:
     """Pack some panels of outputs at the addresses `rows`; return the number of `exceptions` entries that they need.
 
-    The number includes the entry that ends each panel. If `exceptions` has fewer entries, the rest is left out.
+    The returned number includes the entry that ends each panel. If `exceptions` has fewer entries, the rest is left
+    out.
     """
     count, tiles = 0, np.empty((2, 16, 32), np.uint16)
     for panel in range(first, last):
@@ -218,7 +220,7 @@ def load_table(builder: Any, table: Any) -> Any:
 
 
 def emit_fetch(builder: Any, group: int, far: Any, near: Any) -> None:
-    """Prefetch a group of the step at `far` into the second cache, and of the step at `near` into the first."""
+    """Prefetch one group: of the step at `far` into the second cache, of the step at `near` into the first cache."""
     for line in range(0, GROUP_BYTES, 64):
         simd.fetch(builder, builder.add(far, emit.integer(GROUP_BYTES * group + line)))
         simd.fetch(builder, builder.add(near, emit.integer(GROUP_BYTES * group + line)), near=True)

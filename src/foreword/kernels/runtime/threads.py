@@ -96,8 +96,9 @@ class OfThread(threading.local, Generic[Own]):
 class Program:
     """Operations that all threads run in order. An operation begins when all threads have ended the one before it.
 
-    Threads wait for each other for less than a microsecond; a new call from Python takes about thirty microseconds. A
-    thread that waits longer sleeps, because the thread that it waits for may need its processor. An operation uses the
+    From one operation to the next, threads wait for each other for less than a microsecond; a new call from Python
+    would take about thirty microseconds. A thread that waits longer sleeps, because the thread that it waits for may
+    need its processor. An operation uses the
     counters of the last program that was made with it.
     """
 
@@ -282,7 +283,7 @@ _GET_AND_SET = {"x86_64": (315, 314), "aarch64": (275, 274)}.get(platform.machin
 
 
 def prepare_threads(num_threads: int | None) -> None:
-    """Set the number of threads for numerical code, let these threads rest while they wait, and log the number.
+    """Set the number of threads for numerical code, let these threads sleep while they wait, and log the number.
 
     None: OMP_NUM_THREADS or MKL_NUM_THREADS if one is set. Otherwise the number of processors that the affinity allows,
     at most the cgroup's quota.
@@ -303,7 +304,7 @@ def prepare_threads(num_threads: int | None) -> None:
 
 @functools.cache
 def _rest() -> bool:
-    """Let the threads of an OpenMP that is already loaded rest while they wait; return whether that is possible.
+    """Let the threads of an OpenMP that is already loaded sleep while they wait; return whether that is possible.
 
     GNU's OpenMP reads only once how long threads spin before they sleep: 300,000 turns, many milliseconds. If there are
     more threads than processors, threads spin for only 100 turns. So this function starts a team with one thread more

@@ -76,7 +76,7 @@ class TritonAttention:
         return lay_out_alone(batch, shape) if step is None else lay_out(step, self._tile_queries, shape)
 
     def why_not(self, kv_format: KVFormat, options: AttentionOptions) -> str | None:
-        """The kernel takes every option, if elements are numbers and not latent."""
+        """The kernel supports every option, but neither latent KV nor KV in codes."""
         if kv_format.latent:
             return "takes no latent KV"
         return "takes no KV in codes" if kv_format.is_coded else None

@@ -47,7 +47,7 @@ class PlanShape:
 
     @property
     def folds(self) -> int:
-        """Index of the first fold; the properties below are indices, too."""
+        """The index in the plan's array at which `folds` begins. The properties below are such indices, too."""
         return HEADER
 
     @property
