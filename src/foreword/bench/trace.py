@@ -117,7 +117,9 @@ class UnlimitedCache:
         self._node_of: dict[tuple[int, int], int] = {}  # (node of the blocks before, block id) -> node
 
     def admit(self, request: TraceRequest) -> int:
-        """Add the next request, whose full blocks can be reused from now on. Returns its own number of reusable tokens.
+        """Add the next request. Returns the number of tokens that it can reuse.
+
+        From now on, later requests can reuse its full blocks.
 
         Blocks that another request is still computing count, because a request waits for them. A prompt's last token is
         always computed.

@@ -213,7 +213,7 @@ class _Bench:
         self.score = self._replay(self._recorded)
 
     def mend(self, fixes: Sequence[_Fix]) -> list[tuple[_Fix, int, float]]:
-        """Accept each remedy that saves enough tokens in addition to the remedies accepted before.
+        """Accept each remedy that saves enough more tokens than the remedies that were accepted before it.
 
         Returns the accepted remedies, each with the tokens that it saves and the hit rate with it. `settle` then
         rewrites the prompts.

@@ -58,7 +58,7 @@ def same_kind(prompts: Sequence[TokenIds]) -> list[list[int]]:
 
 
 def same_conversation(prompts: Sequence[TokenIds], kind: Sequence[int]) -> list[list[int]]:
-    """Group the prompts of one kind by conversation: the prompts of a group share token runs that few others have.
+    """Group the prompts of one kind by conversation: a group shares token runs that at most half of the kind have.
 
     `kind`: indices of the prompts of the kind. Returns the indices of each group.
     """
@@ -77,7 +77,10 @@ def _sketches(prompts: Sequence[TokenIds]) -> list[Shingles]:
 
 
 def _groups(sketches: Sequence[Shingles], share: float) -> list[list[int]]:
-    """Group greedily. A sketch joins the group to whose first sketch it is most similar, or begins a new group."""
+    """Group greedily: a sketch joins the group whose first sketch is most similar, or begins a new group.
+
+    Similar sketches have at least `share` of the smaller one in common.
+    """
     groups: list[list[int]] = []
     for index, sketch in enumerate(sketches):
         best: tuple[float, list[int]] | None = None

@@ -75,7 +75,7 @@ def read_chunks(file: Path, max_requests: int | None = None) -> Iterator[tuple[C
 
 
 def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line's name for errors and its JSON object."""
+    """Yield two values for each line: its name, for error messages, and its JSON object."""
     try:
         with opened_lines(file) as (_, lines):
             for number, line in enumerate(lines, 1):
@@ -184,7 +184,7 @@ class LinkReplay:
     parts: dict[str, PartCount] = field(default_factory=dict)
 
     def share(self, method: str | None = None) -> float:
-        """Returns the share of all prompt tokens that a method of linking saves; without `method`, prefix caching."""
+        """Returns the share of all prompt tokens that a method of linking saves; None: that prefix caching saves."""
         saved = self.prefix_tokens if method is None else self.found_tokens - self.recomputed[method]
         return saved / max(1, self.num_tokens)
 

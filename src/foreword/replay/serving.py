@@ -74,7 +74,7 @@ class ServingOptions:
     update_delay_s: float | None = 0.002
     """Seconds until a router's reservations reach the other routers; None: they never do."""
     turn_s: float = TURN_S
-    """In a burst, routers decide one after the other: seconds of one router's time slot. 0: routers do not wait."""
+    """Seconds of each router's time slot: in a burst, routers decide one after the other. 0: routers do not wait."""
     changes: tuple[FleetChange, ...] = ()
 
     def __post_init__(self) -> None:

@@ -114,7 +114,7 @@ class _Batch:
         self._prompt_tokens = np.array([request.num_prompt_tokens for request in requests], np.int64)
 
     def note(self, count: HitCount, is_hit: npt.NDArray[np.bool_]) -> None:
-        """Count the blocks that are hits by `is_hit`, [blocks]. In each request, the hits are its leading blocks."""
+        """Count hits. `is_hit`, [blocks]: whether a block is a hit; the hits of a request are its leading blocks."""
         before = np.concatenate((np.zeros(1, np.int64), np.cumsum(is_hit)))
         held = np.diff(before[self._ends])
         count.blocks += int(held.sum())

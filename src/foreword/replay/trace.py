@@ -102,7 +102,7 @@ class RecordedRequest(NamedTuple):
 
 
 def arrivals(recording: Iterable[RecordedRequest]) -> Iterator[tuple[float, RecordedRequest]]:
-    """Yield each request with its time of arrival in seconds. A time that goes back becomes the time before it.
+    """Yield each request with its arrival in seconds: its recorded time, or the previous arrival if that is later.
 
     Raises ConfigError for a recording without times.
     """
@@ -311,10 +311,10 @@ class TraceWriter:
     ) -> None:
         """Append one request. Prompts share ids only within a `namespace` (adapter and salt, say).
 
-        `jumps`: index and position of each token whose position is not the one after the token before it (a gap). After
-        a gap, only prompts with equal gaps share ids.
-        `spans`: index and digest of each picture, since a picture's tokens do not say what it shows. `linked`: facts
-        about linked parts of the prompt, which no prefix finds. Only people read them: `TraceReader` does not.
+        `jumps`: index and position of each token whose position does not follow the token before it (a gap). After a
+        gap, only prompts with equal gaps share ids.
+        `spans`: index and digest of each picture, since a picture's tokens do not say what it shows.
+        `linked`: facts about linked parts of the prompt, for people: `TraceReader` ignores them.
 
         Times should be relative to the recording's start, since an absolute time also says something about a user. If
         `write` raises TraceError, the file is unchanged, and the call may be repeated.

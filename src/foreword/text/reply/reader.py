@@ -88,7 +88,7 @@ class ReplyReader:
         """The field that is being read, such as the reasoning, if its opening marker was read; else None."""
         self._call: CallBody | None = None
         self._raw: list[str] = []
-        """The text of the call that is being read, which is shown if it is not a call after all."""
+        """The text of the call that is being read. If it turns out not to be a call, this text is shown."""
         self._buffer, self._at = "", 0
         self._space: list[str] = []
         """White space after the last text: the next part decides whether it is shown."""
