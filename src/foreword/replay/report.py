@@ -84,7 +84,9 @@ def _on_policies(result: ReplayResult) -> list[str]:
     if gains and max(gains)[0] >= NOTABLE:
         _, policy, name = max(gains)
         ratio, lru = (result.block_ratio(online[each][name]) for each in (policy, "lru"))
-        sentences.append(f"With {capacity_name(name)}, choose {policy}: it finds {ratio:.1%}, LRU {lru:.1%}.")
+        sentences.append(
+            f"With {capacity_name(name)}, choose {policy}: it finds {ratio:.1%} of the blocks, LRU {lru:.1%}."
+        )
     limit = result.block_ratio(result.unlimited)
     in_order = sorted(result.capacities, key=lambda capacity: capacity.num_blocks)
     best = [max(result.block_ratio(hits[capacity.name]) for hits in online.values()) for capacity in in_order]
