@@ -1,6 +1,6 @@
 """Many replicas: their caches and loads, and the choice of a replica for a request.
 
-`RoutingCore` is the door. The modules of this package use no sockets, threads or clocks.
+Callers use `RoutingCore`. The modules of this package use no sockets, threads or clocks.
 """
 
 from foreword.cluster.decision import (

@@ -61,7 +61,7 @@ class RoutingRequest:
         return min([self.num_tokens - 1, *(run.begin for run in self.runs[:1])])
 
     def affinity(self) -> object:
-        """The value that the hash ring hashes: the session, the key at the stable boundary, or the request id."""
+        """The value that the hash ring hashes: the session, else the last stable block's key, else the request id."""
         if self.session is not None:
             return self.session
         stable = self.keys[: self.stable_blocks]

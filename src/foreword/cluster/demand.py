@@ -197,6 +197,6 @@ def lost_shares(stretches: Sequence[Stretch], hits: Int64Array, scale: float) ->
 
 
 def _num_equal(keys: Sequence[Key], depth: int, node_keys: Sequence[Key]) -> int:
-    """How many of a node's leading keys equal the prompt's from `depth` on. After a difference, all keys differ."""
+    """The number of leading keys that a node shares with a prompt from `depth` on. After a difference, all differ."""
     length = min(len(node_keys), len(keys) - depth)
     return bisect_left(range(length), True, key=lambda at: keys[depth + at] != node_keys[at])

@@ -42,8 +42,8 @@ class EventBatch:
     """Events that a cache published together; a snapshot has the same form. Without events it is a heartbeat."""
 
     publisher_id: bytes | None
-    """Identifies one life of the publisher's process. None: the publisher gives no id. If a number then goes back, the
-    publisher may have restarted."""
+    """Identifies the publisher's process. None: the publisher gives no id. Then a batch with a smaller number than
+    before may mean that the publisher has restarted."""
     number: int
     """Batches count from 0 in each process of the publisher. In a snapshot: the last batch that it includes, or -1."""
     events: tuple[Event, ...] = ()
@@ -212,7 +212,7 @@ class Follower:
             self._start_again("restarts", batch)
 
     def _start_again(self, reason: str, first: EventBatch | None) -> None:
-        """Forget everything about the publisher. `first` is the first batch of its next life."""
+        """Forget everything about the publisher. `first` is the first batch of its new process, if one has come."""
         self.counts[reason] += 1
         self._later, self._last, self.publisher_id = {}, -1, None
         self._reset()

@@ -164,7 +164,8 @@ class SourceHits:
     ) -> SourceHits:
         """`hit_tokens`: the number of the prompt's tokens that each replica has, [slots]; `depths`: see the field."""
         begins, ends, lengths = np.array([(run.begin, run.end, len(run.keys)) for run in runs]).T[:, :, np.newaxis]
-        # A replica needs the sources of the last runs, beyond its hit. So a block counts at the last run that has it.
+        # A replica needs only the sources of the runs that lie beyond its hit, so of the last runs. A block that
+        # several sources have is therefore counted for the last of these runs.
         shared = np.array(_shared_with_later(runs, prompt_keys))[:, np.newaxis]
         pending = ends > hit_tokens
         missing = np.maximum(lengths - np.maximum(depths, shared), 0) * pending

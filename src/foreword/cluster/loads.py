@@ -160,7 +160,7 @@ class Loads:
             self._begin_head(work.slot, now)
 
     def note_prefilled(self, reservation: Reservation, now: float, computed_tokens: int | None = None) -> bool:
-        """Record that a prompt is computed; `computed_tokens`, if given, measure the rate. False: it was known."""
+        """Record that a prompt is computed, and measure its rate if `computed_tokens` is given. False: it was known."""
         work = self.open.get(reservation)
         if work is None or reservation not in self._waiting[work.slot]:
             return False

@@ -106,7 +106,7 @@ class ReplicaMirror:
     def unclaim(self, claim: int) -> None:
         """End a claim; ending it again changes nothing. Blocks that no event has reported are dropped.
 
-        If the replica evicted blocks in between, another claim may have the same blocks. It loses these blocks too.
+        If the replica evicted blocks of this claim, another claim may have them too. Then they are dropped for both.
         """
         keys = self._claims.pop(claim, ())
         self._holders.discard([key for key in keys if key not in self.parents], self.slot)

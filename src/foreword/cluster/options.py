@@ -25,7 +25,7 @@ class RoutingOptions:
     block_tokens: int = 16
     """Tokens per block, the same on all replicas."""
     price_weight: float = 1.0
-    """Weight of the evicted blocks' price; 0 leaves it out."""
+    """Factor of `Fleet.price_s`, the cost of the blocks that are evicted; 0 leaves that cost out."""
     load_slack: float = 0.25
     """If the router knows no replica's cache, a replica gets at most 1 + `load_slack` times its share of the
     requests."""
@@ -36,8 +36,9 @@ class RoutingOptions:
     peer_silence_s: float = 5.0
     """Seconds without an update after which another router's reservations end."""
     turn_s: float = TURN_S
-    """Seconds that a router's turn lasts in a burst. Must exceed the time that updates take to reach other routers, and
-    the difference between the routers' clocks. 0: routers take no turns."""
+    """Seconds of a router's time slot, in which it decides before the others if requests come at once. Must exceed the
+    time that updates take to reach other routers, and the difference between the routers' clocks. 0: routers do not
+    wait for slots."""
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
@@ -60,7 +61,8 @@ class ReplicaSpec:
     decode_s: float = 0.0
     """Seconds by which each answer that the replica generates delays a new request's first token."""
     decode_tokens: float = 0.0
-    """Further delay by each request at the replica, in prompt tokens to compute, even if its answer has not begun."""
+    """A further delay by each request at the replica, answering or not: the time to compute this number of prompt
+    tokens."""
     is_prefix_closed: bool = False
     """Whether the replica never holds a block without the blocks before it, as with foreword's radix index. Decisions
     are faster if that is true of all replicas."""

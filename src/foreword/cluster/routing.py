@@ -14,7 +14,7 @@ The cost of a replica, in seconds:
 
 The first two are the request's own wait. `reuse` is the cost of the choice for other requests. A block that another
 replica holds is computed once more here, in time t. So the requests that wait at a replica, q on average, each wait t
-longer. Later requests will share the new copy, so this request answers only for a part p of that cost:
+longer. Later requests will share the new copy, so only a part p of that cost is charged to this request:
 
     reuse = sum of t * ((1 + q) * p - 1)       p: 1 for a conversation's own blocks, towards 0 for a prefix that
                                                everybody asks for (demand.py)
@@ -23,8 +23,8 @@ longer. Later requests will share the new copy, so this request answers only for
 missing blocks of the sources (holders.py), which the replica will then have too. For linked prompts p is 1.
 
 The chosen replica has the least cost. So for every other replica j: backlog - backlog(j) <= (1 + q) * (the prefill
-seconds that the hit saves against j) + (price and decode seconds of j - its own). This limits how much longer a request
-queues for its hit.
+seconds that the hit saves against j) + (price and decode seconds of j - those of the chosen replica). This limits how
+much longer a request queues for its hit.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class CoreFeed:
         self._context.destroy(linger=0)
 
     async def _go_on(self, name: str, events: str, snapshots: str) -> None:
-        """Follow a replica. After an error that nobody foresaw, its cache is not known until it is followed again."""
+        """Follow a replica. After an unexpected error, its mirror is not used until the replica is followed again."""
         while True:
             try:
                 await self._follow(name, events, snapshots)

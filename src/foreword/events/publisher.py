@@ -119,7 +119,7 @@ class Feed:
                 self._rope.send(b"\0")
 
     def hush(self) -> None:
-        """Let the next event ring again. Call this before `take`."""
+        """Empty the bell, so that the next event rings it again. Call this before `take`."""
         with suppress(BlockingIOError):
             self.bell.recv(64)
         self._has_rung = False
@@ -147,8 +147,8 @@ class Feed:
     def read(self) -> tuple[int, dict[int, HeldBlocks]] | None:
         """Copy the cache's blocks, by group. Returns the number of the first event after the copy, and the copy.
 
-        The engine's thread goes on meanwhile. A copy during which the cache changed is thrown away. Returns None if
-        all copies were.
+        The engine's thread goes on meanwhile. If the cache changed during a copy, the copy is made again. None: no copy
+        succeeded.
         """
         assert self._groups is not None
         for _ in range(SPARE_READS):

@@ -8,11 +8,11 @@ block. The request has found all blocks before that block:
                    ^^^^^^^^               stored together: the rest of a prompt whose blocks b1 and b2 were found
                                ^^^^^^^^   stored one by one, soon after: its answer
 
-The stream does not show requests that store nothing (the whole prompt was found, the answer is short). It does not show
-the end of a prompt after its last whole block, either, or whether a block that follows soon belongs to the same
-request. In doubt, the block counts as a part of the request. So if answers are reported block by block (foreword,
-vLLM), the number of found tokens is a lower bound. SGLang reports an answer as a whole, which counts as a part of its
-prompt.
+The stream does not show a request that stores nothing, because its whole prompt was found and its answer is short. It
+does not show the end of a prompt after its last whole block, either, or whether a block that follows soon belongs to
+the same request. In doubt, the block counts as a part of the request. So if answers are reported block by block
+(foreword, vLLM), the number of found tokens is a lower bound. SGLang reports an answer as a whole, so the answer counts
+as a part of the prompt.
 
 vLLM can also report the blocks that a request found (`kv_cache_report_mode`). It then sends the known blocks at the
 beginning of a sequence once more. Known blocks after new ones are no such report: the engine has computed them again.
@@ -177,7 +177,7 @@ class RequestCounts:
     other_sizes: int = 0
     """Ignored reports of blocks of another size, such as tails."""
     lost_copies: int = 0
-    """Times when the engine may still hold a copy of a block that the mirror has forgotten."""
+    """How often the mirror forgot a block of which the engine may still hold a second copy."""
     all_report: bool = False
     """Whether all requests ask for reports; the operator says so."""
 
@@ -200,7 +200,7 @@ class _Open:
     request: SeenRequest
     last_time: float
     is_promised: bool
-    """Whether its last block was reported with the found blocks but was found only in part: the engine now fills it."""
+    """Whether the request found only a part of its last block, which the engine now fills (`_Run.is_promise`)."""
     is_answering: bool = False
 
 
@@ -220,7 +220,8 @@ class _Run:
     gone: dict[Key, float] = field(default_factory=dict)
     """For blocks that the engine had evicted, the seconds since then."""
     is_promise: bool = False
-    """Whether all blocks but the last were reported again: the request found a part of the last block."""
+    """True if the engine reported again all blocks but the last: the request has found only a part of the last
+    block."""
 
     def takes(self, event: BlockStored) -> bool:
         """Whether the blocks of an event continue the run."""
@@ -244,14 +245,14 @@ class Requests:
         self.block_tokens: int | None = None
         """Tokens of an engine's block; None before the first block."""
         self._sizes: dict[tuple[int, int], bool] = {}
-        """For each group and block size, whether several blocks came together, as tails never do."""
+        """(Group, block size) -> whether an event ever had several such blocks. A prompt's tail always comes alone."""
         self._is_size_given = num_blocks is not None
         self._mirror = mirror
         self._group = 0
         self._time = -math.inf
         self._run: _Run | None = None
         self._computed: tuple[int, ...] | None = None
-        """The first tokens of a prompt that was computed, as an event of another group just showed."""
+        """The first tokens of a prompt that was computed as a whole, according to the latest event of another group."""
         self._open: OrderedDict[Key, _Open] = OrderedDict()
         """Open requests by their last block, the requests with the latest blocks at the end."""
         self._open_numbers: set[int] = set()
@@ -386,8 +387,8 @@ class Requests:
     def _hear_sibling(self, event: BlockStored) -> None:
         """Record that another group stored some of a prompt's blocks, so the engine computed the whole prompt.
 
-        The engine does that if a state or a window was missing. An event that lists all blocks of a prompt is ignored,
-        because it reports found blocks, which all groups list.
+        The engine computes a whole prompt again if a state or a window was missing. An event that lists all blocks of a
+        prompt is ignored, because it reports found blocks, which all groups list.
         """
         keys, run = event.block_hashes, self._run
         if event.parent_block_hash is not None or not keys:

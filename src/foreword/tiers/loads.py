@@ -30,7 +30,7 @@ class Load:
 
 
 class Loads:
-    """Takes loads for a tier's thread, and learns how fast it is."""
+    """Takes loads for a tier's thread, and measures how fast the tier loads."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Loads:
         return loaded
 
     def finish(self, load: Load, outcome: Outcome, began: float) -> None:
-        """End a load; blocks that are not settled get `outcome`. A load that its deadline ended measures the tier."""
+        """End a load; blocks that are not settled get `outcome`. If its deadline ended the load, measure the rate."""
         load.ticket.finish(outcome)
         outcomes = load.ticket.report.outcomes
         if Outcome.TIMEOUT in outcomes:

@@ -133,7 +133,7 @@ def manifest_length(first_bytes: bytes) -> int:
 
 
 def decode_manifest(pages: bytes) -> dict[str, Any]:
-    """The facts of a manifest. Raises UnsoundFileError unless they are as written and make sense."""
+    """The facts of a manifest. Raises UnsoundFileError if the manifest is changed, or if its facts make no sense."""
     subject = f"the manifest, bytes 0 to {len(pages)},"
     if hashlib.sha256(pages[:-DIGEST_BYTES]).digest() != pages[-DIGEST_BYTES:]:
         raise UnsoundFileError(f"{subject} is damaged: its checksum differs")

@@ -74,7 +74,7 @@ Extent = list[tuple[int, int, int]]
 
 
 def extents_of(places: Rows, indices: npt.NDArray[np.int64]) -> Iterator[tuple[int, Extent]]:
-    """Divide the blocks of a load at these indices into extents, in order; yields each with its segment's id."""
+    """Divide the blocks at `indices` of a load into extents, in order. Yields the segment's id and the extent."""
     blocks: Extent = []
     segment, last_end = -1, 0
     for index in indices.tolist():

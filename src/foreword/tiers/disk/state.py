@@ -30,7 +30,7 @@ class DiskOptions:
 
     budget_bytes: int | None = None
     """Physical bytes that all processes together may occupy in the directory; None: the smaller of 50 GB and a quarter
-    of the space that is free or that the cache uses."""
+    of the sum of the free space and the space that the cache uses."""
     min_free_bytes: int | None = None
     """Bytes that the tier leaves free in the file system; None: the smaller of 10 GB and a tenth of its size."""
     segment_bytes: int | None = None
@@ -39,7 +39,7 @@ class DiskOptions:
     """File with the secret of AES-256-GCM; None: payloads are not encrypted."""
     max_queued_load_bytes: int = 1 << 30
     max_queued_store_bytes: int = 256 << 20
-    """The most payload bytes of jobs that wait, for loads and for stores. If they are reached, jobs are dropped."""
+    """The most payload bytes of waiting jobs: one limit for loads, one for stores. Beyond it, new jobs are dropped."""
     staging_bytes: int = 4 << 20
     """The number of bytes to read at once. There are two buffers of this size."""
     upkeep_s: float = 5.0

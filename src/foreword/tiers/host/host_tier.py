@@ -183,7 +183,7 @@ class HostTier(AbstractContextManager["HostTier"]):
     # ------------------------------------------------------------------------------ places
 
     def _take_place(self) -> int:
-        """Take a free place, or the least recently used block's place; pinned blocks go last. The lock is held."""
+        """Take a free place, or evict the least recently used block, pinned blocks last. The lock is held."""
         if not self._free:
             victim = next((name for name, place in self._index.items() if not place.is_pinned), None)
             if victim is None:

@@ -3,8 +3,8 @@
 The Python package `valkey` connects and encodes commands. Replies are read here, from the package's socket into memory
 that is reused, which is four times as fast as the package's parser.
 
-A server may be hostile or broken. So every reply has a largest length, which the caller gives, and a session, with its
-login and all reads and writes, ends at one deadline. So replies of gigabytes, or of one byte per second, do no harm.
+A server may be hostile or broken. So the caller gives a largest length for every reply. A session has one deadline for
+its login and all its reads and writes. So replies of gigabytes, or of one byte per second, do no harm.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Reply = int | str | memoryview | Refusal | None
 
 
 class StoreServer:
-    """A server by its URL. Raises ConfigError for URLs that cannot be understood, and without the package valkey."""
+    """A server by its URL. Raises ConfigError for a wrong URL, or if the package valkey is not installed."""
 
     def __init__(self, url: str, io_timeout_s: float) -> None:
         self.shown_url = _without_secrets(url)

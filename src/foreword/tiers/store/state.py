@@ -176,7 +176,7 @@ class StoreOptions:
     """Options of a store tier. The defaults suit most uses."""
 
     ttl_s: float = 86_400.0
-    """Seconds after which the server forgets a block, unless its run says otherwise."""
+    """Seconds after which the server forgets a block, unless `BlockRun.ttl_s` is given."""
     mac_key_file: Path | None = None
     """File with a secret of 32 bytes that signs values, for stores that others can write to: values without a right MAC
     are deleted. None: values are only checked for damage."""
@@ -201,7 +201,7 @@ class StoreOptions:
     """The most blocks that may wait until the server is asked for them."""
     max_queued_load_bytes: int = 1 << 30
     max_queued_store_bytes: int = 256 << 20
-    """The most payload bytes of jobs that wait, for loads and for stores. If they are reached, jobs are dropped."""
+    """The most payload bytes of waiting jobs: one limit for loads, one for stores. Beyond it, new jobs are dropped."""
     window_bytes: int = 4 << 20
     """The payload bytes to send or ask for before replies are awaited."""
 

@@ -50,7 +50,7 @@ class Home:
     path: Path
     is_live: bool
     process_id: int | None
-    """The number of a live process; None if it is dead or the system does not tell."""
+    """The process's id; None if the process is dead, or if the system does not give the id."""
 
     @property
     def owner(self) -> str:
