@@ -46,7 +46,10 @@ KEEP_SPACE = "Write the white space in one way; build this text by one function.
 KEEP_ORDER = "Write these parts in one order, the most lasting first."
 KEEP_HISTORY = "Use a chat template that leaves earlier turns as they were written."
 MOVE_DATE = "Let the chat template write no date, or round it; put the date into the last message."
-MOVE_PICTURE = "Write the picture after the instructions and all else that stays the same: what follows a new picture is computed again."
+MOVE_PICTURE = (
+    "Write the picture after the instructions and all else that stays the same: what follows a new picture is computed "
+    "again."
+)
 MOVE = "Write it after what stays the same: at the end of the last message."
 
 
