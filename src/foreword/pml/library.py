@@ -130,7 +130,7 @@ class Library:
     keep: Keep | None = field(default=None, repr=False)
     bounds: Bounds = field(default_factory=Bounds)
     block_size: int = 1
-    """Tokens of an engine's block. Only whole blocks of a text are kept."""
+    """The number of tokens in a block of the engine. Of each text, only whole blocks are kept."""
 
     def load(self, source: str | Path, *, include: str | Path | None = None) -> LoadedSchema:
         """Load the schema of a file, or of a text that begins with `<`.

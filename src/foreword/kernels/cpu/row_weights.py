@@ -1,4 +1,4 @@
-"""Attention's work on the rows of a chunk, compiled by numba: scores become weights, and results are kept.
+"""Attention's work on rows and one chunk, compiled by numba: scores become weights, and results are merged or stored.
 
 With a packed chunk in AMX tiles, weights are computed 64 tokens at a time. Tiles write scores to memory, and vector
 instructions read them there. The first cache has room for the scores of 32 rows and 64 tokens, and for the rows'

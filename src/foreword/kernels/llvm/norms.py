@@ -91,7 +91,10 @@ def _norm(bf16: bool) -> Any:
 def _gate(bf16: bool, activation: Callable[[Any, Any], Any]) -> Any:
     @emit.instructions("aaai")
     def gate(builder: Any, x: Any, y: Any, target: Any, width: Any) -> None:
-        """Write activation(x) * y of one row. activation(x) is rounded as if written; `width` is a multiple of 16."""
+        """Write activation(x) * y of one row. `width` is a multiple of 16.
+
+        activation(x) is rounded as if it were written to memory.
+        """
 
         def body(index: Any) -> None:
             factor = written(builder, activation(builder, load(builder, x, index, bf16)), bf16)
@@ -105,7 +108,10 @@ def _gate(bf16: bool, activation: Callable[[Any, Any], Any]) -> Any:
 def _add(bf16: bool) -> Any:
     @emit.instructions("aafai")
     def add(builder: Any, x: Any, y: Any, scale: Any, target: Any, width: Any) -> None:
-        """Write x + scale * y of one row. The product is rounded as if written; `width` is a multiple of 16."""
+        """Write x + scale * y of one row. `width` is a multiple of 16.
+
+        The product is rounded as if it were written to memory.
+        """
         factor = emit.splat(builder, scale)
 
         def body(index: Any) -> None:

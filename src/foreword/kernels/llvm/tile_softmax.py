@@ -162,7 +162,7 @@ def _weigh(builder: Any, arguments: tuple[Any, ...], bounds: tuple[Any, Any] | N
 
 @emit.instructions("aiaiaaif")
 def weigh_panel(builder: Any, *arguments: Any) -> None:
-    """Compute weights of some rows that see all 64 tokens of a panel, and add them to totals of 16 lanes.
+    """Compute the weights of rows that see all 64 tokens of a panel. Add them to each row's total, which has 16 lanes.
 
     Arguments: scores [rows, 64] float32 and bytes between rows, weights [rows, 64] and bytes between rows, stats
     [rows, 2] with the rows' peaks, totals [rows, 16], the number of rows, factor.

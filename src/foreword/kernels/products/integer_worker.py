@@ -7,8 +7,9 @@ Panels of quads (`coded.py`) and rows are memory addresses here. Two workers:
                and in one chain over groups, result = scale of weights * (sum * scale of the row) + result, and
                result = offset * (sum of n * scale of the row) + result
 
-So the bits of a result depend on no other row, on no thread and on no instruction set. scale = max |x| / 127; n is x *
-(127 / max |x|), rounded to the nearest whole number, halves to even. Inputs below TINY are 0.
+So the bits of a result depend on no other row, on no thread and on no instruction set. For 32 inputs x, scale = max |x|
+/ 127, and n is x * (127 / max |x|), rounded to the nearest whole number, halves to even. If max |x| is below TINY, all
+are 0.
 
 A quantised step has 64 bytes:
 
@@ -17,8 +18,8 @@ A quantised step has 64 bytes:
     12         three sums, int32: of all numbers, of the first 16, and of the last 16
     12         these sums times the scale, float32
 
-AVX2 adds two products of bytes in 16 bits. This worker adds more products in the 16 bits, up to the largest number of
-products that cannot overflow. VNNI adds four products in 32 bits.
+An instruction of AVX2 adds two products of bytes to a sum of 16 bits. This worker adds more products to that sum, up to
+the largest number of products that cannot overflow. An instruction of VNNI adds four products to a sum of 32 bits.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def vnni(builder: Any, total: Any, codes: Any, numbers: Any) -> Any:
 
 
 DOT: Dot | None = vnni if llvm.get_host_cpu_features().get("avx512vnni") else None
-"""This processor's way to add products of bytes in 32 bits. None: the processor adds them in 16 bits only."""
+"""Emits this processor's instruction that adds products of bytes in 32 bits. None: it adds them in 16 bits only."""
 
 
 def _sums_of_quads(

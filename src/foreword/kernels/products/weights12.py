@@ -129,7 +129,9 @@ def _count_upper(weight: Any, stride: int) -> Any:
 
 @cached(nogil=True)
 def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: Any, first: int, last: int) -> int:
-    """Pack some panels of outputs at the addresses `rows`; return the number of `exceptions` entries that they need.
+    """Pack the panels from `first` to `last` - 1; `rows`: the addresses of the outputs in all panels.
+
+    Returns the number of entries of `exceptions` that these panels need.
 
     The returned number includes the entry that ends each panel. If `exceptions` has fewer entries, the rest is left
     out.

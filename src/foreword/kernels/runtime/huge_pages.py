@@ -116,7 +116,7 @@ class HugePages:
                     self._leave_region()
 
     def _leave_region(self) -> None:
-        """End the region, and give back the touched memory after its last piece."""
+        """End the region. If it was touched ahead, give the memory after its last piece back to the system."""
         region = None if self._region is None else self._region()
         if region is not None and self._is_touched:
             _give_back(region, self._next)
@@ -149,7 +149,7 @@ class _Toucher:
 
 
 def _give_back(region: Bytes, start: int) -> None:
-    """Give the huge pages from `start` to the region's end, which are empty, back to the system."""
+    """Give the huge pages from `start` to the region's end, which no piece uses, back to the system."""
     first = start + -(region.ctypes.data + start) % HUGE_PAGE
     if sys.platform == "linux" and first < len(region):
         memory: mmap.mmap = region.base.obj  # type: ignore[union-attr]

@@ -137,7 +137,7 @@ class Wires:
         self._carry.arguments["num_wires"] = len(self._wires)
 
     def carry(self, numbers: Int64Array) -> None:
-        """Set the arguments from an array without gaps."""
+        """Set the arguments from `numbers`, an array without gaps."""
         self._carry.arguments["numbers"] = numbers.ctypes.data
         self._carry.run(alone=True)
 
@@ -188,7 +188,7 @@ _operation_at, _wire_at = view(OPERATION), view(WIRE)
 
 @compiled
 def _wait(a: Any, last: int) -> None:
-    """Wait until the number of operations that threads have ended, in all, is `last`: first spin, then sleep."""
+    """Wait until threads have ended `last` operations, summed over all threads. First spin, then sleep."""
     turns, ended = 0, _load_shared(a.counters)
     while ended < last and (turns < SLEEPLESS * PATIENCE or a.system_call == 0):
         _pause()
@@ -275,7 +275,7 @@ logger = logging.getLogger(__name__)
 TURN_NS = 300_000
 """Nanoseconds after which another program may have a thread's processor; Linux chooses 1.4 ms or more."""
 MOST_IDLE = 64
-"""The most processors for which a team of idle threads is started, because containers limit the number of threads."""
+"""With more processors, no team of idle threads is started, because containers limit the number of threads."""
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 """Linux' sched_attr: size, policy, flags, nice, priority, runtime (here: the time slice), deadline, period."""
 _GET_AND_SET = {"x86_64": (315, 314), "aarch64": (275, 274)}.get(platform.machine() if sys.platform == "linux" else "")

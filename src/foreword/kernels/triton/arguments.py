@@ -50,8 +50,8 @@ class LayerArguments:
     def numbers(self) -> tuple[int | float, ...]:
         """Positional arguments after the metadata: strides in elements, then the factors of scores.
 
-        Factors include log2(e), so that a weight is 2 to the power of a score. With a soft-cap, the first factor
-        divides scores by the cap, and only the second, the cap, includes log2(e).
+        The factors are scale * log2(e) and 0; with a soft-cap, they are scale / cap and cap * log2(e). Because of
+        log2(e), a weight is 2 to the power of a score.
         """
         scale, cap = self.options.scale, self.options.softcap
         factors = (scale * LOG2_E, 0.0) if cap is None else (scale / cap, cap * LOG2_E)

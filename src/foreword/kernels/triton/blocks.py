@@ -133,7 +133,10 @@ class TritonBlocks:
     write = staticmethod(write_slots)
 
     def copy(self, copies: Tensor) -> None:
-        """Copy blocks, [copies, (source, target)] on the device, all sources read before any target is written."""
+        """Copy blocks. All sources are read before any target is written.
+
+        `copies` is [copies, (source, target)] on the device.
+        """
         if not len(copies):
             return
         staging = torch.empty(len(copies) * self._all_words, dtype=self._word, device=self._table.device)
