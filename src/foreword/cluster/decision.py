@@ -57,7 +57,7 @@ class RoutingRequest:
 
     @property
     def most_hit_tokens(self) -> int:
-        """The most tokens that can be hits: never the last token, and no token from the first link on."""
+        """The most tokens that can be hits: never the last token, and no token from the first copied run on."""
         return min([self.num_tokens - 1, *(run.begin for run in self.runs[:1])])
 
     def affinity(self) -> object:
@@ -122,7 +122,7 @@ class Standing(StrEnum):
 
     KNOWN = "known"
     UNKNOWN = "unknown"
-    """The replica could be chosen, but the content of its cache is not known, so it counts as no hit."""
+    """The replica could be chosen, but the router does not know its cache, so its hit counts as 0 tokens."""
     EXCLUDED = "excluded"
     """The caller excluded the replica, usually after a rejection or a death."""
     RETIRED = "retired"

@@ -1,7 +1,7 @@
 """Which requests share the beginning of their prompts, and which part of a lost hit's cost is charged to one request.
 
-Prompts lie in a tree whose nodes are consecutive blocks. The tree keeps the last used prompts, up to as many blocks as
-all replicas have together.
+Prompts lie in a tree, whose nodes have consecutive blocks. The tree keeps the last used prompts, up to as many blocks
+as all replicas have together.
 
     system prompt                conversations 3, under way 2
     |-- first conversation       conversations 1, under way 1

@@ -96,7 +96,7 @@ class HolderIndex:
         return self._walk(keys, among) if levels is None else levels
 
     def _walk(self, keys: list[Key], among: int) -> Iterator[tuple[int, int]]:
-        """The result of `_levels` for any replicas: it looks up every key."""
+        """The result of `_levels` for any replicas, from a look-up of every key."""
         masks = list(accumulate(map(self._holders.get, keys, repeat(0)), and_, initial=among))
         masks.reverse()  # an AND only clears bits, so these numbers ascend
         at = 0

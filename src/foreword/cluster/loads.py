@@ -14,8 +14,9 @@ machines and a measurement is noisy:
     mean of all   mean of all such replicas' measurements
     its rate      mean of both, where the mean of all weighs `DOUBT` measurements; if `ALIKE`, the mean of all alone
 
-So a slow first prompt, which compiled something, does not keep requests from a replica for long: the prompt's weight
-fades while other replicas are measured. A replica that is really slower is measured again, and found slower again.
+So a slow first prompt, which compiled something, does not keep requests away from its replica for long: the prompt's
+weight fades while other replicas are measured. A replica that is really slower is measured again, and found slower
+again.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class Loads:
             self._begin_head(work.slot, now)
 
     def note_prefilled(self, reservation: Reservation, now: float, computed_tokens: int | None = None) -> bool:
-        """Record that a prompt is computed, and measure its rate if `computed_tokens` is given. False: it was known."""
+        """Record that a prompt is computed; `computed_tokens`, if given, measure the rate. False: recorded already."""
         work = self.open.get(reservation)
         if work is None or reservation not in self._waiting[work.slot]:
             return False

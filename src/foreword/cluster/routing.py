@@ -1,7 +1,7 @@
 """RoutingCore: chooses a replica for a request and reserves the work there, in one call.
 
-Knows keys, tokens, replicas' names, and times, which callers pass in. Knows no text, sockets, threads or clocks, and
-draws no random numbers: equal calls give equal decisions. One request's life:
+The core knows keys, tokens, replicas' names, and times, which callers pass in. It knows no text, sockets, threads or
+clocks, and draws no random numbers: equal calls give equal decisions. One request's life:
 
     decision = choose(request, now)              the cheapest replica; its work is reserved, its blocks are expected
     note_first_token(reservation, now, cached)   the work is done; compares the hit with the predicted one
@@ -304,7 +304,7 @@ class RoutingCore:
     def _reuse_s(
         self, request: RoutingRequest, usable: npt.NDArray[np.bool_], hits: Int64Array, computed: Int64Array
     ) -> FloatArray:
-        """`Fleet.reuse_s`: what a choice of each slot costs other requests, in seconds, [slots]."""
+        """`Fleet.reuse_s`: the seconds that other requests lose if a slot is chosen, [slots]."""
         table, size, reuse = self._loads.table, self.options.block_tokens, np.zeros(len(usable))
         waiting = table.num_waiting[usable]
         num_waiting = float(waiting.sum())
@@ -331,7 +331,7 @@ class RoutingCore:
         work, expected = self._loads.open.get(reservation), self._expected.get(reservation)
         if work is None or expected is None:
             return
-        # The tokens that a linked prompt computes for its sources are known from the choice alone.
+        # `cached_tokens` leaves out a linked prompt's sources: for them, the number of the choice counts.
         computed = work.computed_tokens + expected.hit_tokens - cached_tokens
         if not self._loads.note_prefilled(reservation, now, computed):
             return

@@ -48,7 +48,7 @@ class Mirror:
     def __init__(self) -> None:
         self.blocks: dict[BlockName, MirroredBlock] = {}
         self.children: dict[tuple[str, int, Key | None], dict[Key, None]] = {}
-        """(Medium, group, key) -> keys of the blocks after this block, the newest last. Key None: the first blocks."""
+        """(Medium, group, key) -> keys of the next blocks, the newest last. Key None: blocks that begin sequences."""
         self.num_tokens = 0
         self.num_blocks: Counter[tuple[str, int]] = Counter()
         """The number of blocks by medium and group."""

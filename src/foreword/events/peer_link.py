@@ -1,8 +1,8 @@
 """How the routers of several fronts tell each other their reservations, over ZeroMQ.
 
-Knows sockets and `RoutingCore`; decides nothing. Each front publishes its changes soon, and once a second all its
-reservations. So a front that joins late or misses a message is right again after a second. If a front falls silent, its
-reservations end (`RoutingOptions.peer_silence_s`). The link belongs to the event loop, as the core does.
+The link knows sockets and `RoutingCore`; it decides nothing. Each front publishes its changes soon, and once a second
+all its reservations. So a front that joins late or misses a message is right again after a second. If a front falls
+silent, its reservations end (`RoutingOptions.peer_silence_s`). The link belongs to the event loop, as the core does.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Feed:
         """Odd while the engine's thread changes the events or the blocks."""
         self._has_rung = False
         self.bell, self._rope = socket.socketpair()
-        """The bell becomes readable after the first event since the last `take`."""
+        """The bell is a socket that becomes readable after the first event since the last `hush`."""
         self.bell.setblocking(False)
         self._rope.setblocking(False)
 
@@ -389,7 +389,7 @@ def is_wildcard(address: str) -> bool:
 def binds(address: str) -> bool:
     """Whether a publisher listens at an address: a file, a wildcard, `localhost`, or this machine's address in digits.
 
-    With another name or machine, the publisher connects to a consumer that listens at the address, as in vLLM.
+    If it is another name or another machine's address, the publisher connects to a consumer there, as in vLLM.
     """
     if address.startswith("ipc://") or is_wildcard(address):
         return True

@@ -42,7 +42,7 @@ from foreword.events.wire import DEVICE
 MOST_COMPARED = 256
 """A new block is compared with at most this number of blocks after the same prefix: the newest ones."""
 NUM_SHOWN = 8
-"""The number of tokens to keep of each of two sequences, from the first different token on."""
+"""The number of tokens to keep of each of two sequences that differ, from the first different token on."""
 IDLE_S = 10.0
 """Seconds without a new block after which a request has ended."""
 MAX_WAITING_BLOCKS = 1_000_000
@@ -233,7 +233,8 @@ class Requests:
     """Witness of a follower: rebuilds requests, and counts the tokens that a pool of twice the size would have kept."""
 
     def __init__(self, mirror: Mirror, num_blocks: int | None = None, *, all_report: bool = False) -> None:
-        """`num_blocks`: the size of the engine's pool; None: the most blocks that it held when it evicted.
+        """`num_blocks`: the size of the engine's pool; None: it is taken to be the most blocks that the engine held
+        when it evicted one.
 
         `all_report`: whether each request asks the engine to report the blocks that it finds.
         """

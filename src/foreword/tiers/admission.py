@@ -15,7 +15,7 @@ from foreword.config import AdmissionName
 
 ADMISSIONS: tuple[AdmissionName, ...] = get_args(AdmissionName)
 HEAD_TOKENS = 4096
-"""The number of leading tokens of a prompt that `heads` admits."""
+"""The number of leading tokens of a prompt that the rule `heads` admits."""
 MOST_REMEMBERED = 1 << 18
 """At least this number of keys of the last computed blocks are remembered, and at most twice as many, in 50 MB."""
 

@@ -213,7 +213,7 @@ class Tier(Protocol):
         ...
 
     def probe(self, keys: BlockKeys, *, deadline_s: float = 0.05, on_done: DoneCallback | None = None) -> Ticket:
-        """Find out which blocks are here. The ticket is done after at most `deadline_s` seconds, and mostly at once.
+        """Find out which blocks are here. The ticket is done after at most `deadline_s` seconds, and usually at once.
 
         The ticket's report has PRESENT or MISSING for each block, or why there is no answer: IO_ERROR, TIMEOUT,
         CANCELLED or QUEUE_FULL. `lookup` finds the blocks that are PRESENT.

@@ -55,10 +55,10 @@ class Manifests(NamedTuple):
 
 
 def write_manifest(files: RealFiles, root: Path, home: Path, namespace: bytes, facts: Facts) -> None:
-    """Write the manifest of a namespace into `root`, unless the same one is there. It replaces an old one in one step.
+    """Write the manifest of a namespace into `root`, unless the same is there. It replaces an old manifest in one step.
 
-    It is first written into `home`, the caller's folder, whose files are removed after its process has died. Raises
-    OSError.
+    The file is first written into `home`, the caller's folder, whose files are removed after the caller's process has
+    died. Raises OSError.
     """
     path = manifest_path(root, namespace)
     content = {**json.loads(canonical_json(facts)), "namespace": namespace.hex()}

@@ -29,7 +29,7 @@ class Scanner:
         self._thread = threading.Thread(target=self._run, name="foreword-tier-scan", daemon=True)
 
     def start(self) -> None:
-        """Add our segments to the index, so that no number is used again, and begin to scan. Raises OSError."""
+        """Add our segments to the index, so that no segment number is used again, and begin to scan. Raises OSError."""
         for path in segments_in(self._state.files, self._state.directory.home):
             self._state.index.add_segment(path, is_own=True)
         self._thread.start()
@@ -107,7 +107,7 @@ class Scanner:
         return status.st_size
 
     def _scan(self, segment: Segment) -> None:
-        """Index the part of a segment that is not indexed yet. Errors are logged; then its blocks are misses."""
+        """Index the rest of a segment. Errors are logged; blocks that were not indexed are misses."""
         state = self._state
         try:
             size = self._measure(segment)

@@ -79,7 +79,7 @@ class SegmentIndex:
         """(Namespace, group) -> their number in the column `name`."""
         self._rows = np.zeros(1024, ROW)
         self._num_rows = 0
-        """The number of rows ever used; the rows from here on are free and not in `_free`."""
+        """The number of rows ever used. Rows from this number on are free, but not in `_free`."""
         self._free: list[int] = []
         self._row_of: dict[bytes, int] = {}
         """The first `NAME_BYTES` of the row -> its number."""
@@ -163,8 +163,8 @@ class SegmentIndex:
     def insert(self, run: RunHeader, segment: Segment, *, expires: int, used: int, was_found: bool = False) -> int:
         """Insert the blocks of a run, unless its segment is gone. Returns the number of new blocks.
 
-        Blocks that are here already get their new place. But if the run `was_found` on disk, they keep their old place,
-        unless the found block expires later.
+        A block that the index has already gets its new place. But if the run `was_found` on disk, the block keeps its
+        old place, unless the found copy expires later.
         """
         entries = run.entries
         rows = np.zeros(len(entries), ROW)

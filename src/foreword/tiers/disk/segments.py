@@ -208,7 +208,7 @@ class Segment:
     is_own: bool
     """Whether this process may append to the segment or unlink it."""
     num_bytes: int = 0
-    """Bytes of complete runs, or the file's size when it was found."""
+    """If this process wrote the segment: the bytes of its complete runs; otherwise the file's size at the last scan."""
     physical_bytes: int = 0
     is_open: bool = False
     """Whether this process appends to the segment."""

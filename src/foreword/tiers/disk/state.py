@@ -32,7 +32,7 @@ class DiskOptions:
     """Physical bytes that all processes together may occupy in the directory; None: the smaller of 50 GB and a quarter
     of the sum of the free space and the space that the cache uses."""
     min_free_bytes: int | None = None
-    """Bytes that the tier leaves free in the file system; None: the smaller of 10 GB and a tenth of its size."""
+    """Bytes that the tier leaves free in the file system; None: the smaller of 10 GB and a tenth of that system."""
     segment_bytes: int | None = None
     """Size at which a segment is sealed; None: a 32nd of the budget, at most 256 MiB."""
     key_file: Path | None = None

@@ -59,7 +59,7 @@ LONGEST_PAUSE_S = 60.0
 """After a failed write, nothing is stored for `FIRST_PAUSE_S`. Each further failure doubles the pause, up to the
 longest."""
 SNAPSHOT_SHARE = 20
-"""To spare the disk, a snapshot is written only after the stored bytes reach this many times the snapshot's size."""
+"""To spare the disk, a snapshot is written only after new blocks of this many times its size were stored."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COPIED_SHARE = 0.25
 """The largest share of an evicted segment that is copied forward."""
@@ -288,8 +288,8 @@ class Evictor:
         self._writer = writer
 
     def evict_one(self, *, copies: bool) -> bool:
-        """Unlink the segment that is worth least; `copies`: copy its best blocks before. False if none can be evicted.
-        Raises OSError if the file cannot be unlinked. Even then, the index has forgotten the segment.
+        """Unlink the segment that is worth least; `copies`: copy its best blocks before. False if no segment can be
+        evicted. Raises OSError if the file cannot be unlinked. Even then, the index has forgotten the segment.
         """
         victim = self._choose()
         if victim is None:
@@ -481,7 +481,7 @@ class Storer:
             logger.exception(complaint)
 
     def _look_after(self) -> None:
-        """Forget expired blocks, measure files, give way to other processes, and save a snapshot if it is time."""
+        """Forget expired blocks, measure files, evict if others need room, and save a snapshot if it is time."""
         self._state.index.forget_expired(self._state.clock.now_s())
         self.space.refresh()
         while self.space.used_bytes > self.space.budget_bytes or self.space.must_give_way:

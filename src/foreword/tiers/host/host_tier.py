@@ -141,7 +141,7 @@ class HostTier(AbstractContextManager["HostTier"]):
         ticket.finish(Outcome.CANCELLED)
 
     def _load(self, job: Load, index: int, name: Name, size: int) -> Outcome | None:
-        """Verify a block and give it to the sink. Returns its outcome; None if the ticket has ended or has it."""
+        """Verify a block and give it to the sink. Returns the outcome that is still to be recorded, or None."""
         with self._lock:
             place = self._find(name)
             if place is None or place.num_bytes != size:

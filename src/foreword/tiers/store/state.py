@@ -135,7 +135,7 @@ class StoreView:
         return refused
 
     def note_stored(self, names: Iterable[bytes], seconds: float) -> None:
-        """Record that we have stored these blocks. This also ends a refusal."""
+        """Record that we have stored these blocks. Refused blocks can then be found again."""
         self._note(names, self._monotonic() + seconds, keep_refused=False)
 
     def note_present(self, names: Iterable[bytes], seconds: float) -> None:

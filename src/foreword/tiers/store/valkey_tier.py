@@ -195,7 +195,7 @@ class StoreLoader:
         self.loads.finish(load, outcome, began)
 
     def _receive(self, load: Load, link: Link, bad: list[bytes]) -> None:
-        """Ask for blocks, at most a window ahead, and deliver them as they come. `bad` gets the names of bad values."""
+        """Ask for blocks, at most `window_bytes` ahead, and deliver them in order. `bad` gets names of bad values."""
         names, sizes = load.keys.names(), load.payload_bytes.tolist()
         count, num_asked, in_flight = len(names), 0, 0
         for index in range(count):

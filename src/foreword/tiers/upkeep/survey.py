@@ -103,7 +103,7 @@ class Survey:
             self.note_unreadable(segment.path, error)
 
     def note_unreadable(self, path: Path, error: OSError) -> None:
-        """Record why a file was not read, unless it is gone: its process may evict a segment at any moment."""
+        """Record why a file was not read, unless the file is gone because a process has evicted it."""
         if not isinstance(error, FileNotFoundError):
             self.unreadable[path] = f"cannot be read: {error.strerror}"
 
