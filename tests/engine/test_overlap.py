@@ -414,6 +414,34 @@ def test_an_interrupt_while_a_refused_launch_waits_for_the_batch_before_it(monke
     assert answer.outputs[0].token_ids == expected
 
 
+def test_an_interrupt_while_the_step_after_a_failed_one_is_awaited_ends_all_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, runner = late_engine()
+    prompt, params = [1, 2, 3, 4, 5, 6, 7, 8, 9], SamplingParams(max_tokens=20, seed=7)
+    output = world.engine.add_request("a", prompt_of(prompt), params)
+    world.engine.step()
+    runner.fail_at = 1
+    result = LaunchedStep.result
+
+    def interrupted(step: LaunchedStep) -> BatchResult:
+        if runner.num_computed:
+            monkeypatch.setattr(LaunchedStep, "result", result)
+            raise KeyboardInterrupt
+        return result(step)
+
+    monkeypatch.setattr(LaunchedStep, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.step()
+    world.engine.check_integrity()
+    assert output.outputs[0].finish_reason == "abort"
+    runner.num_in_flight = 0
+    answer = world.engine.add_request("b", prompt_of(prompt), params)
+    world.drain()
+    expected, _ = expected_answer(prompt, params, seed=7, vocab_size=VOCAB_SIZE, max_model_len=512)
+    assert answer.outputs[0].token_ids == expected
+
+
 @pytest.mark.parametrize("draft_tokens", [3, "auto"])
 def test_drafts_wait_for_known_tokens_and_change_nothing(draft_tokens: Any) -> None:
     """The same prompts again and again, which the cache learns; some are aborted while their drafts are computed."""

@@ -302,8 +302,12 @@ class Engine:
         """
         if self.scheduler.others_rely_on(batch.entries):
             while self._in_flight:
-                with suppress(Exception):
+                try:
                     self._in_flight.popleft()[1].result()
+                except (KeyboardInterrupt, SystemExit) as interrupt:
+                    error = interrupt  # raised once nothing relies on the batch any more
+                except Exception:
+                    continue
             self._outputs.collect(self.scheduler.give_up())
             self.reset_prefix_cache()
         self._outputs.collect(self.scheduler.fail(batch))
