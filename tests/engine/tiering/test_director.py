@@ -257,6 +257,24 @@ def test_a_tier_that_does_not_say_what_it_has_is_named_in_the_explanation() -> N
     assert str(found.explanation) == "0 of 40 tokens found; tier slow"
 
 
+def test_the_continuations_of_a_prompt_wait_for_one_answer() -> None:
+    """So the first one starts first, and its hit is what was cached before, not what another one computed."""
+    tier = LateTier()
+    tier.is_far = True
+    world = world_on(tier)
+    params = SamplingParams(n=2, max_tokens=2, seed=1)
+    found = world.engine.add_request("both", prompt_of(PROMPT), params)
+    _, ticket, keys, look = tier.jobs[-1]
+    for index in range(len(keys)):
+        look(index)
+    ticket.finish(Outcome.IO_ERROR)
+    while not found.finished:
+        world.step()
+    assert found.num_cached_tokens == 0
+    assert world.engine.snapshot().stats.hits == 0
+    assert [one.token_ids for one in found.outputs] == [answer(PROMPT, seed, 2) for seed in (1, 2)]
+
+
 def test_a_tier_that_lies_costs_one_load() -> None:
     tier = LateTier()
     tier.lies = True

@@ -167,6 +167,10 @@ class Loads:
     def arrive(self, request: Request) -> None:
         if request.skips_cache:
             return
+        last = next(reversed(self._probes), None)
+        if request.is_fork and last is not None and last.sequence.block_hashes() == request.sequence.block_hashes():
+            self._probes[request] = self._probes[last]  # otherwise it could start before the first continuation
+            return
         names = [
             BlockKeys.of_group(self._namespace, group_id, keys)
             for group_id, keys in enumerate(self._manager.keys_by_group(request.sequence))
