@@ -160,7 +160,7 @@ class Decision:
     reservation: Reservation
     slot: int
     degraded: bool
-    """Whether no usable replica's cache was known, so that the hash ring decided."""
+    """True if the router knew the cache of no usable replica, so that the hash ring decided."""
     hit_tokens: int
     """Prompt tokens that the chosen replica is expected to have."""
     fleet: Fleet

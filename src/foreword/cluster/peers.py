@@ -1,6 +1,6 @@
 """How several routers share their reservations: by numbered updates, and by a whole state after a gap.
 
-The reservations of a router that falls silent end. Routers share load but not blocks: each reads the replicas' events.
+If a router falls silent, its reservations end. Routers share load but not blocks: each reads the replicas' events.
 
 Routers that decide at the same moment take turns, so that each knows the choices of the others before its own.
 

@@ -38,7 +38,7 @@ class PeerLink:
     """Exchanges the reservations of one core with the cores of other fronts."""
 
     def __init__(self, core: RoutingCore, host: str, find_peers: FindPeers) -> None:
-        """`host`: the address of this machine for other fronts. Any free port is taken."""
+        """`host`: the address of this machine for other fronts. The link publishes at any free port."""
         self._core, self._find_peers = core, find_peers
         self._context = zmq.asyncio.Context()
         self._out = self._context.socket(zmq.PUB)

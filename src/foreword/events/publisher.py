@@ -125,7 +125,7 @@ class Feed:
         self._has_rung = False
 
     def take(self, end: int | None = None) -> Iterator[list[KVCacheEvent] | None]:
-        """Yield all waiting events before number `end`, in runs without gaps, and None for each gap."""
+        """Yield all waiting events before number `end`, as lists without gaps, and None for each gap."""
         end = self._next_number if end is None else end  # all events before it were appended, or dropped
         run: list[KVCacheEvent] = []
         while self._events and self._events[0][0] < end:

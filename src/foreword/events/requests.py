@@ -265,7 +265,7 @@ class Requests:
         self._ghosts: OrderedDict[Key, float] = OrderedDict()
         """Blocks that the engine evicted lately, with the times of eviction; at most as many as its pool has."""
         self._reset: tuple[float, set[Key]] = 0.0, set()
-        """The time when the cache was emptied, and the blocks of that time that were not stored again."""
+        """The time when the cache was emptied, and the blocks that it held then and that were not stored again."""
         self._copied: set[Key] = set()
         """Blocks that the engine computed again. It may hold two copies of each, and reports when a copy ends."""
 

@@ -1,6 +1,6 @@
 """Prefix files: the cached blocks of one prompt in one file, which another cache of the same model can take.
 
-The first pages, the manifest, say which model and arithmetic computed the KV, and how large it is.
+The first pages, the manifest, say which model and arithmetic computed the KV, and how many bytes follow.
 
     | manifest: page 0 ... | run | run | ... | SHA-256 of all before it |      FILE.fwkv; runs are those of fwseg
 

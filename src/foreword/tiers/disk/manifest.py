@@ -1,7 +1,7 @@
 """Manifests: small files that name the model and the arithmetic of a namespace's blocks.
 
-They are for people: no block is served or refused because of what a manifest says. A manifest that is torn or changed,
-or that belongs to another namespace, is ignored.
+Manifests are for people: no block is served or refused because of what a manifest says. A manifest that is torn or
+changed, or that belongs to another namespace, is ignored.
 
     CACHE_DIR/v1/<namespace, 32 hex>.json     {"checksum": xxh3-128 of the rest, "namespace": ..., facts}
 """

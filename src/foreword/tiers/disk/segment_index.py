@@ -411,7 +411,7 @@ def read_snapshot(files: RealFiles, path: Path, clock: Clock, cipher_id: bytes) 
 
 
 def _decode(content: memoryview, clock: Clock, cipher_id: bytes) -> Snapshot | None:
-    """Decode a snapshot whose checksum is right. Another version of foreword may have written another content."""
+    """Decode a snapshot whose checksum is right. Another version of foreword may have written different content."""
     magic, length = _HEAD.unpack_from(content)
     if magic != MAGIC:
         logger.info("the index was saved by another version of foreword, so the cache directory is scanned")

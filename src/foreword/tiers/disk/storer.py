@@ -98,7 +98,7 @@ class SpaceBook:
 
     @property
     def share_bytes(self) -> int:
-        """The bytes that each process may keep when others want room."""
+        """The bytes that each process may keep when other processes need room."""
         return self.budget_bytes // self._num_processes
 
     def measure(self, segment: Segment) -> None:

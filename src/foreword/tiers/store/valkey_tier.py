@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 64
 """The number of blocks in one EXISTS command, which returns only a count. Usually all of them are there, or none is."""
 NO_BLOCK = bytes(NAMESPACE_BYTES + 2 + KEY_BYTES)
-"""A block's name that no block has, to try whether the server answers questions."""
+"""A name that no block has. A question about it shows whether the server answers questions."""
 PATIENCE_S = 5.0
 """Seconds that `close` waits for a thread that is in the middle of a call."""
 
