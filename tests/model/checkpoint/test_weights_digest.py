@@ -178,6 +178,21 @@ def test_an_adapter_in_the_folder_counts_and_so_does_what_it_is_added_to(
     assert len({plain, before, changed, digest(adapter, remembered)}) == 4
 
 
+def test_adapters_that_name_each_other_have_the_digest_of_their_own_files(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder, base in zip(folders, reversed(folders), strict=True):
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+        (folder / "model.safetensors").write_bytes(b"weights")
+    names = [str(path.relative_to(tmp_path)) for path in weight_files(folders[0])]
+    assert names == [
+        "one/model.safetensors",
+        "other/model.safetensors",
+        "other/adapter_config.json",
+        "one/adapter_config.json",
+    ]
+
+
 @pytest.mark.parametrize("index", ["[]", '{"weight_map": []}', '{"weight_map": {"a": 5}}', "[" * 100_000])
 def test_an_index_that_makes_no_sense_is_left_to_the_loader(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)

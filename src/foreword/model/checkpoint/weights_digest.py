@@ -152,10 +152,11 @@ class WeightsDigest:
             self._pieces[path] = [self._threads.submit(_piece, path, *ends) for ends in zip(starts, ends, strict=True)]
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
     """The files from which transformers reads a folder's weights; empty if they are not known.
 
-    With an adapter in the folder, the files of the model to which it belongs count too. Raises OSError.
+    With an adapter in the folder, the files of the model to which it belongs count too. `above`: the folders of
+    adapters that belong to this folder. Raises OSError.
     """
     files: list[Path] = []
     explicit = _json(folder / "config.json").get("transformers_weights")
@@ -171,7 +172,8 @@ def weight_files(folder: Path) -> list[Path]:
     adapter = _json(folder / "adapter_config.json")
     if adapter:
         base = Path(str(adapter.get("base_model_name_or_path")))
-        below = weight_files(base) if base.is_dir() and base.resolve() != folder.resolve() else []
+        above = (*above, folder.resolve())
+        below = weight_files(base, above) if base.is_dir() and base.resolve() not in above else []
         adapter_files = [path for path in (folder / name for name in ADAPTER_FILES) if path.is_file()]
         files = [*files, *below, *adapter_files] if files or below else []
     return [Path(os.path.realpath(path)) for path in files]
