@@ -12,6 +12,7 @@ import pytest
 from doors import constrained
 from foreword import LLM, SamplingParams
 from foreword.engine import Prompt
+from foreword.engine.waiting.queue import Turns
 from foreword.errors import InvalidRequestError
 from foreword.request import RequestOutput, StructuredOutputsParams
 from live_server import embedded_llm
@@ -66,6 +67,20 @@ def test_an_answer_cut_anywhere_goes_on_with_the_same_bits(llms, kind):
             assert (ours.finish_reason, ours.stop_reason) == (theirs.finish_reason, theirs.stop_reason), cut
             if theirs.logprobs is not None:
                 assert ours.logprobs == theirs.logprobs[cut:]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "prefix"])
+def test_tokens_that_another_engine_generated_are_charged_once(monkeypatch, policy):
+    charges: list[int] = []
+    monkeypatch.setattr(Turns, "charge", lambda self, tenant, num_tokens: charges.append(num_tokens))
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    with embedded_llm(scheduling_policy=policy) as llm:
+        whole = run(llm, "whole", params)
+        charged_whole = sum(charges)
+        llm.reset_prefix_cache()
+        charges.clear()
+        run(llm, "again", params, [whole.outputs[0].token_ids[:20]])
+    assert sum(charges) == charged_whole == len(whole.prompt_token_ids) + 24
 
 
 def test_the_cached_prompt_is_found_and_counted_once(llms):

@@ -110,6 +110,7 @@ class Intake:
                     f"{request.max_tokens} tokens may come"
                 )
             request.sequence.extend(token_ids)
+            request.num_answered_tokens = len(token_ids)
 
     def _spellings(self, words: Sequence[str]) -> list[Sequence[int]]:
         """The token ids of words: a list for each way in which the tokenizer spells a word.

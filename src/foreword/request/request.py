@@ -346,6 +346,8 @@ class Request:
     embeds: Embeds | None = None
     """Embeddings in place of the request's first tokens, whose ids are 0; None: all tokens have the model's
     embeddings."""
+    num_answered_tokens = 0
+    """The number of generated tokens that another engine generated; they are computed like a prompt here."""
     tenant: str | None = None
     """The tenant who sent the request; None if unknown."""
     hidden_state: npt.NDArray[np.float32] | None = None

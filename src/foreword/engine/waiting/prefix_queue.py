@@ -397,7 +397,8 @@ class PrefixQueue:
     def note_end(self, request: Request) -> None:
         num_tokens = request.num_output_tokens
         self._pace.note_answer(num_tokens)
-        self._turns.charge(request.tenant, num_tokens)
+        # `start` has charged the tokens that another engine generated.
+        self._turns.charge(request.tenant, num_tokens - request.num_answered_tokens)
 
     def candidates(self) -> Iterator[Request]:
         self._step += 1

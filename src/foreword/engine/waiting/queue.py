@@ -162,7 +162,8 @@ class TurnQueue:
         return False
 
     def note_end(self, request: Request) -> None:
-        self._turns.charge(self._tenant_of(request), request.num_output_tokens)
+        # `start` has charged the tokens that another engine generated.
+        self._turns.charge(self._tenant_of(request), request.num_output_tokens - request.num_answered_tokens)
 
     def __len__(self) -> int:
         return sum(map(len, self._requests.values()))
