@@ -257,6 +257,23 @@ def test_a_server_that_dies_in_mid_load_and_comes_back_is_used_again(own_server)
         assert tier.stats().num_breaker_trips == 3
 
 
+def test_each_outage_is_told_once_even_soon_after_another(own_server, caplog, monkeypatch):
+    monkeypatch.setattr("foreword.tiers.rare_warning.PERIOD_S", 2.0)
+    server = own_server()
+
+    def num_told() -> int:
+        return sum("is left alone for a while" in record.message for record in caplog.records)
+
+    with ValkeyTier(server.url, OPTIONS) as tier:
+        for number in (1, 2):
+            server.kill()
+            until(lambda: probe(tier, KEYS) is not None and tier.stats().breaker != "closed")
+            until(lambda number=number: num_told() == number)
+            server.start()
+            until(lambda: tier.stats().breaker == "closed")
+    assert num_told() == 2
+
+
 def test_connections_that_the_server_closes_are_opened_again(server):
     with ValkeyTier(server.url, OPTIONS) as tier:
         store(tier, KEYS)

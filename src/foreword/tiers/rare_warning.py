@@ -20,12 +20,13 @@ class RareWarning:
         self._num_silent = 0
         """The number of warnings that were not logged since the last log line."""
 
-    def note(self, *facts: object) -> None:
-        """Log the warning, or only count it; `facts` fill its text."""
+    def note(self, *facts: object) -> bool:
+        """Log the warning, or only count it; `facts` fill its text. Returns True if it was logged."""
         with self._lock:
             if (now := self._monotonic()) < self._next_at:
                 self._num_silent += 1
-                return
+                return False
             self._next_at, num_silent, self._num_silent = now + PERIOD_S, self._num_silent, 0
         more = f" ({num_silent} more since the last such line)" if num_silent else ""
         self._logger.warning(self._text, *facts, more)
+        return True

@@ -228,6 +228,8 @@ class StoreState(TierCounts):
     """Called when `breaker` opens."""
     closing: threading.Event = field(default_factory=threading.Event)
     next_info: float = 0.0
+    is_outage_told: bool = False
+    """Whether a line of the log says that the server does not answer now."""
     left_alone: RareWarning = field(
         default_factory=lambda: RareWarning(logger, "the store %s is left alone for a while: %s")
     )
@@ -249,11 +251,15 @@ class StoreState(TierCounts):
         except ServerGoneError as error:
             # If a part of a load came before the deadline, the server is only slow, so the breaker counts no failure.
             is_slow = deadline is not None and error.is_deadline and link.num_replies
-            if not is_slow and self.breaker.failed():
-                self.left_alone.note(self.server.shown_url, error)
+            has_tripped = not is_slow and self.breaker.failed()
+            # An outage soon after another one is told by a later try that fails, since the warning is rare.
+            if not (self.breaker.is_closed or self.is_outage_told):
+                self.is_outage_told = self.left_alone.note(self.server.shown_url, error)
+            if has_tripped:
                 self.on_trip()
             raise
         if link.num_replies and self.breaker.succeeded():
+            self.is_outage_told = False
             logger.info("the store %s answers again", self.server.shown_url)
 
     def read_memory(self, link: Link) -> None:

@@ -114,6 +114,7 @@ class StoreAsker:
             ) from error
         except ServerGoneError as error:
             state.breaker.trip()
+            state.is_outage_told = True
             logger.warning("the store %s does not answer: %s; blocks are computed until it does", url, error)
 
     def _ask(self, question: Question) -> None:
