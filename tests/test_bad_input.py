@@ -379,7 +379,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 def test_a_file_is_no_model_folder(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
-    with pytest.raises(ModelLoadError, match="is a file; name the folder"):
+    with pytest.raises(ModelLoadError, match="is a file, but no GGUF file; name the folder"):
         open_llm(file)
 
 

@@ -88,3 +88,29 @@ def test_what_only_transformers_reads_falls_back_to_it_and_says_why(
         tokenizer = Tokenizer.load(str(tmp_path))
     assert tokenizer is not None
     assert f"transformers reads the tokenizer of {tmp_path}, because of model_type='mamba2'" in caplog.text
+
+
+REFUSAL = """
+import sys
+from foreword import LLM
+from foreword.errors import ModelLoadError
+
+try:
+    LLM(sys.argv[1])
+except ModelLoadError as error:
+    print(error)
+print([name for name in ("torch", "transformers", "huggingface_hub") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("kind", ["an empty folder", "a file of text"])
+def test_a_path_without_a_model_is_refused_before_anything_is_imported_or_fetched(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "text"
+    if kind == "an empty folder":
+        path.mkdir()
+    else:
+        path.write_text("hello")
+    done = subprocess.run([sys.executable, "-c", REFUSAL, "text"], cwd=tmp_path, capture_output=True, text=True)
+    message, modules = done.stdout.splitlines()
+    assert ("has no config.json" if kind == "an empty folder" else "is a file, but no GGUF file") in message
+    assert modules == "[]"

@@ -44,6 +44,7 @@ from foreword.engine.keeper import EntryFile
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.model.checkpoint.generation import recommended_sampling
 from foreword.model.checkpoint.gguf.unfold import unfolded
+from foreword.model.checkpoint.hub import refuse_wrong_path
 from foreword.model.checkpoint.pooling import Pooling
 from foreword.model.checkpoint.weights_digest import WeightsDigest
 from foreword.model.cpu.head_start import head_start
@@ -147,6 +148,7 @@ def assemble(config: EngineConfig) -> Assembled:
     Raises ModelLoadError, UnsupportedModelError, or ConfigError for options that do not fit together.
     """
     files = unfolded(config.model)
+    refuse_wrong_path(files.model)
     with ExitStack() as undo, LoadingLog(config.model.model) as log, WeightsDigest(files) as weights:
         sampling = recommended_sampling(files)
         tiers = open_tiers(config)  # first: a folder that cannot be used is reported before minutes of loading

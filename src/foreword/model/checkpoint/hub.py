@@ -39,6 +39,18 @@ def is_hub_name(name: str) -> bool:
     return is_named and not user_path(name).exists()
 
 
+def refuse_wrong_path(name: str) -> None:
+    """Raise ModelLoadError if a name is the path of something here from which no model can be read.
+
+    Otherwise the loader would find out only after its imports, or after it asked the hub for the name.
+    """
+    path = user_path(name)
+    if path.is_file():
+        raise ModelLoadError(f"{name!r} is a file, but no GGUF file; name the folder that holds the model")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelLoadError(f"model folder {name!r} has no config.json; is it a Hugging Face checkpoint?")
+
+
 def find_folder(name: str, revision: str | None) -> Path | None:
     """Fetch the checkpoint of a name, if foreword reads it by itself, and return its folder.
 
