@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import threading
@@ -477,6 +478,25 @@ def test_a_load_into_the_memory_of_the_caller_comes_in_order(tmp_path):
         ticket = tier.load(keys_of(range(50)), np.full(50, BLOCK_BYTES), Order(), deadline_s=WAIT_S)
         assert ticket.wait(WAIT_S)
     assert seen == list(range(50))
+
+
+def test_a_segment_that_cannot_be_scanned_is_in_the_log_once(tmp_path, caplog):
+    class Unreadable(RealFiles):
+        num_tries = 0
+
+        def stat(self, path: Path) -> os.stat_result:
+            if threading.current_thread().name == "foreword-tier-scan" and path.suffix == ".fwseg":
+                self.num_tries += 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().stat(path)
+
+    options = replace(OPTIONS, rescan_s=0.01)
+    with DiskTier(tmp_path / "cache", options) as tier:
+        store(tier, keys_of(range(3)))
+    files = Unreadable()
+    with DiskTier(tmp_path / "cache", options, files=files) as tier:
+        until(lambda: files.num_tries >= 3)
+    assert sum(".fwseg could not be scanned" in record.message for record in caplog.records) == 1
 
 
 def test_a_segment_that_grows_though_it_is_not_the_last_is_scanned_again(tmp_path):

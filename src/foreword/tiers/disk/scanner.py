@@ -26,6 +26,8 @@ class Scanner:
         self._state = state
         self.finished = threading.Event()
         """Set once all blocks that were here when the tier was opened are in the index."""
+        self._told: dict[int, str] = {}
+        """Segment -> why it could not be scanned, as the log says."""
         self._thread = threading.Thread(target=self._run, name="foreword-tier-scan", daemon=True)
 
     def start(self) -> None:
@@ -127,7 +129,10 @@ class Scanner:
             segment.is_scanned = True
             self._measure(segment)  # it may have been evicted meanwhile
         except OSError as error:
-            logger.warning("%s could not be scanned: %s", segment.path, error)
+            # It is tried again at each look; another reason is news.
+            if self._told.get(segment.id) != (reason := str(error)):
+                self._told[segment.id] = reason
+                logger.warning("%s could not be scanned: %s", segment.path, error)
 
     def _insert(self, run: RunHeader, segment: Segment, size: int) -> None:
         """Index the blocks of a run that lie within the file."""
