@@ -59,8 +59,8 @@ class ScoreTemplate:
 
         The user message must have exactly these `places`, and may have {instruction}. Raises ConfigError.
         """
-        template = KNOWN[name] if name in KNOWN else cls._read(option, name)
-        present = set(_PLACE.findall(template.user)) - {"instruction"}
+        template = KNOWN[name] if name in KNOWN else cls._read(option, name, places)
+        present = template._places()
         if present != set(places):
             wrong = present - set(places)
             has = (
@@ -72,14 +72,18 @@ class ScoreTemplate:
             raise ConfigError(f"the user message of {option}={name!r} has {has}; write {needed}")
         return template
 
+    def _places(self) -> set[str]:
+        """The placeholders of the user message, except {instruction}."""
+        return set(_PLACE.findall(self.user)) - {"instruction"}
+
     @classmethod
-    def _read(cls, option: str, name: str) -> ScoreTemplate:
+    def _read(cls, option: str, name: str, places: tuple[str, ...]) -> ScoreTemplate:
         try:
             table = tomllib.loads(Path(name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{option}={name!r} is neither a TOML file nor one of {', '.join(KNOWN)}: {error}"
-            ) from error
+            known = ", ".join(each for each, template in KNOWN.items() if template._places() == set(places))
+            is_none = f"is neither a TOML file nor one of {known}" if known else "is no TOML file"
+            raise ConfigError(f"{option}={name!r} {is_none}: {error}") from error
         wrong = set(table) - {key.name for key in fields(cls)}
         lacking = {"user", "labels"} - set(table)
         if wrong or lacking:
