@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from foreword.errors import ConfigError, InvalidRequestError
 from foreword.llm import LLM
 from foreword.server.api_errors import APIError, LongPromptError
 from foreword.server.chats.score_template import CLASSIFYING, KNOWN, RANKING, Judge, ScoreTemplate
+from foreword.server.dialects.openai import scores
 from foreword.server.options import ServerConfig
 from foreword.server.service import LONG_TEXT
 from live_server import MODEL, ServerThread, client, post
@@ -256,6 +258,12 @@ def test_a_template_that_cannot_work_is_refused_at_the_start(tmp_path: Path, tex
         ScoreTemplate.named("score_template", str(file), RANKING)
 
 
+def test_a_missing_classify_template_is_offered_no_template_of_rankings() -> None:
+    with pytest.raises(ConfigError, match="classify_template='none' is no TOML file: ") as refused:
+        ScoreTemplate.named("classify_template", "none", CLASSIFYING)
+    assert "reranker" not in str(refused.value)
+
+
 def test_an_instruction_that_a_template_has_no_place_for_is_refused() -> None:
     template = ScoreTemplate(user="{input}", labels=("a", "b"))
     assert template.messages({"input": "x"})[-1]["content"] == "x"
@@ -302,6 +310,14 @@ def test_classes_are_those_of_transformers_in_the_form_of_vllm(server: ServerThr
     assert classify(server, DOCUMENTS[:1], instruction="Another")["data"] != found["data"][:1]
     for wrong in ({"input": []}, {"input": [1, 2]}, {"input": ["x"] * 129}, {"input": "x", "query": "y"}):
         assert post(server.url, "/v1/classify", wrong).status_code == 400
+
+
+def test_a_label_that_is_impossible_has_a_number_that_json_can_write(server: ServerThread, monkeypatch) -> None:
+    async def judged(*_: object) -> list[list[float]]:
+        return [[-0.5, -math.inf, -1.0]]
+
+    monkeypatch.setattr(scores._Run, "judged", judged)
+    assert classify(server, DOCUMENTS[:1], use_activation=False)["data"][0]["probs"] == [-0.5, -9999.0, -1.0]
 
 
 def certificate(answer: httpx.Response) -> Any:

@@ -20,6 +20,7 @@ from foreword.engine import Prompt
 from foreword.request import SamplingParams
 from foreword.server.api_errors import bad_request
 from foreword.server.calls import Call, CallWith
+from foreword.server.chats.chat import LOWEST
 from foreword.server.chats.score_template import Judge
 from foreword.server.crews import off_loop
 from foreword.server.dialects.openai.fields import (
@@ -112,7 +113,7 @@ async def classify(call: CallWith[ClassifyRequest]) -> Response:
         {
             "index": at,
             "label": labels[of_text.index(max(of_text))],
-            "probs": of_text if body.use_activation is False else _shares(of_text),
+            "probs": [max(value, LOWEST) for value in of_text] if body.use_activation is False else _shares(of_text),
             "num_classes": len(labels),
         }
         for at, of_text in enumerate(logprobs)
