@@ -172,11 +172,17 @@ _SAME_NAMES = (
 ).split()
 
 
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
 def _logit_bias(body: Any) -> dict[int, float]:
-    try:
-        return {int(token_id): value for token_id, value in (getattr(body, "logit_bias", None) or {}).items()}
-    except ValueError as error:
-        raise bad_request("the keys of logit_bias must be token ids", param="logit_bias") from error
+    biases: dict[str, float] = getattr(body, "logit_bias", None) or {}
+    wrong = next((key for key in biases if not _TOKEN_ID.fullmatch(key)), None)
+    if wrong is not None:
+        raise bad_request(
+            f"the key {wrong!r:.60} of logit_bias is no token id; write ids in digits, as '42'", param="logit_bias"
+        )
+    return {int(token_id): value for token_id, value in biases.items()}
 
 
 # ------------------------------------------------------------------- bodies
