@@ -275,6 +275,10 @@ def explain_invalid(errors: Sequence[Mapping[str, Any]]) -> APIError:
     """Return the APIError that describes a body's first error in a sentence."""
     first = errors[0]
     where: Sequence[int | str] = first["loc"]
+    if where[-1:] == ("str",) and first["type"] == "string_type":  # of a text or a list, pydantic names the text first
+        where = where[:-1]
+        if any(each["type"] == "too_short" and tuple(each["loc"][:-1]) == where for each in errors):
+            first = {**first, "msg": "the list is empty; give at least one element"}
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")[:200] or None
     problem = first["msg"]
     if first["type"] in ("model_type", "model_attributes_type"):  # pydantic's text names one of our classes

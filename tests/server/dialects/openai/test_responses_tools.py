@@ -137,6 +137,19 @@ def test_reasoning_items_come_back_as_they_were_sent(url):
 
 
 @pytest.mark.parametrize(
+    ("path", "wrong", "message"),
+    [
+        ("/v1/responses", [], "the list is empty; give at least one element"),
+        ("/v1/responses", 5, "Input should be a valid string"),
+        ("/v1/embeddings", [], "the list is empty; give at least one element"),
+    ],
+)
+def test_an_input_that_is_neither_text_nor_a_list_is_named_without_our_types(url, path, wrong, message):
+    error = post(url, path, {"input": wrong}).json()["error"]
+    assert (error["param"], error["message"]) == ("input", f"Invalid value for input: {message}")
+
+
+@pytest.mark.parametrize(
     ("wish", "param"),
     [
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "input[0].call_id"),
