@@ -31,7 +31,7 @@ from foreword.model.checkpoint.facts import (
     max_positions,
     token_ids,
 )
-from foreword.model.checkpoint.hub import file_of
+from foreword.model.checkpoint.hub import file_of, refuse_wrong_path
 from foreword.model.checkpoint.tensors import weights_progress
 from foreword.model.foreign.attention import ATTENTION_NAME, EXPERTS_NAME
 
@@ -164,8 +164,7 @@ def _load_config(options: ModelConfig) -> PretrainedConfig:
     name = options.model
     if (os.sep in name or name.startswith((".", "~"))) and not os.path.isdir(name) and name.count("/") != 1:
         raise ModelLoadError(f"model folder {name!r} does not exist; give a folder with config.json or a hub id")
-    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise ModelLoadError(f"model folder {name!r} has no config.json; is it a Hugging Face checkpoint?")
+    refuse_wrong_path(name)
     if os.path.isdir(name) and options.revision is not None:
         raise ConfigError(
             f"revision={options.revision!r} names a version on the hub, but {name!r} is a folder; drop it"
