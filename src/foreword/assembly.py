@@ -360,9 +360,10 @@ def _path(name: str | None) -> Path | None:
 
 
 def _check_whole(options: SchedulerConfig, most_whole: int) -> None:
-    """Raise ConfigError unless a step has room for `most_whole` tokens and one token of each other request.
+    """Raise ConfigError unless a step has room for `most_whole` tokens of one request and one token of each other.
 
-    `most_whole` is the largest number of tokens of one picture that see each other; 0: no picture has such tokens.
+    `most_whole` is the largest number of tokens of one picture that see each other, so one step must compute them all;
+    0: no picture has such tokens.
     """
     needed = most_whole + options.max_num_seqs - 1
     if most_whole and needed > options.max_num_batched_tokens:

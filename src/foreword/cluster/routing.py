@@ -19,8 +19,8 @@ longer. Later requests will share the new copy, so only a part p of that cost is
     reuse = sum of t * ((1 + q) * p - 1)       p: 1 for a conversation's own blocks, towards 0 for a prefix that
                                                everybody asks for (demand.py)
 
-`to compute` is the rest of the prompt. For a linked prompt it is the part of the rest that is not copied, and the
-missing blocks of the sources (holders.py), which the replica will then have too. For linked prompts p is 1.
+`to compute` is the number of the prompt's tokens after the hit. For a linked prompt it is a sum: these tokens without
+those that are copied, and the tokens of source blocks that the replica lacks (holders.py). For linked prompts p is 1.
 
 The chosen replica has the least cost. So for every other replica j: backlog - backlog(j) <= (1 + q) * (the prefill
 seconds that the hit saves against j) + (price and decode seconds of j - those of the chosen replica). This limits how

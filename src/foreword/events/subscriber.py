@@ -33,7 +33,9 @@ MOST_AT_ONCE = 1000
 
 
 class Subscriber(AbstractContextManager["Subscriber"]):
-    """Feeds a follower of one publisher. `poll` reads what has arrived; `close` ends the subscription."""
+    """Receives the events of one publisher and passes them to a `Follower`. `poll` reads what has arrived; `close` ends
+    the subscription.
+    """
 
     def __init__(
         self,

@@ -196,7 +196,7 @@ class LinkReport:
     linked_tokens: int
     """Tokens whose KV comes from a source. This KV was computed without the prompt's tokens before them."""
     recomputed_tokens: int
-    """Tokens of linkable parts that were computed in the prompt."""
+    """Tokens whose part could be linked, but whose KV was computed in the prompt, with the tokens before them."""
     computed_tokens: int
     """Other tokens that were computed."""
     cached_tokens: int

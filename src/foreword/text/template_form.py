@@ -98,7 +98,7 @@ class TemplateForm:
     """Ids of calls. kept: they stay. nine: 9 letters and digits (Mistral). numbered, indexed: `functions.NAME:NUMBER`
     (Kimi); NUMBER counts the calls of the conversation (numbered) or of the message (indexed)."""
     results: Literal["tool", "question"] = "tool"
-    """Results of calls have their own role, or are questions."""
+    """Results of calls. tool: messages with a role of their own. question: messages of the user."""
     reasoning: Literal["reasoning_content", "reasoning", "thinking", "parts"] = "reasoning_content"
     """The field for an answer's reasoning; parts: the reasoning is a part of the content."""
     no_tools: Literal["missing", "empty"] = "missing"

@@ -253,8 +253,8 @@ class BlockPool:
     ) -> None:
         """Index a sequence's blocks number `num_cached_blocks` to `num_full_blocks` (exclusive) by their keys.
 
-        `block_ids` is the sequence's whole table. The blocks are held, not indexed yet, and of the sequence's block
-        size. Entries below 0 stand for no block and are skipped.
+        `block_ids` is the sequence's whole table. The blocks to index are held, and no block is indexed yet. Their size
+        is the sequence's block size. Entries below 0 stand for no block and are skipped.
         """
         keys = sequence.block_hashes()[num_cached_blocks:num_full_blocks]
         entries = list(block_ids)[num_cached_blocks : num_cached_blocks + len(keys)]

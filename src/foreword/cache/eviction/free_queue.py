@@ -160,7 +160,8 @@ class KeyedBlockQueue:
     """Free blocks in the order of their keys, the lowest key first. The queue is empty at first.
 
     Every key has a lane, with the blocks of this key in order of arrival, and a heap finds the lane of the lowest key.
-    Entries are numbered across all lanes, so a stale entry is recognised even if its block is in another lane now:
+    A block that moves or is removed leaves a stale entry in its lane. Entries are numbered across all lanes. An entry
+    is stale if its number is not the block's latest number, in `entry`:
 
         key 0   ids 7 4 . .   entries 0 3        entry[4] == 3
         key 5   ids 9 4 . .   entries 1 2        so the 4 in the lane of key 5 is stale

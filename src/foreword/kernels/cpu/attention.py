@@ -246,7 +246,8 @@ class JoinedItems:
     """The work of the CPU kernel in a step."""
 
     items: Int64Array
-    """[items, 4]: the items of `StepPlan.items`, and items of the kind LEADING; `step_plan` describes the columns."""
+    """[items, 4]: the rows of `StepPlan.items`, then the rows of the kind LEADING, which several requests share. The
+    module `step_plan` describes the columns."""
     merges: Int64Array
     """[queries, 3]: request, query, and the number of leading chunks, whose merged result is in chunk 0's slot."""
 

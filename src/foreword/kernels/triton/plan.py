@@ -87,7 +87,7 @@ class HostPlan:
 
     @property
     def most(self) -> int:
-        """The length of the longest `data` of this shape."""
+        """The greatest number of elements that the `data` of a plan with this `shape` has."""
         return self.shape.size
 
     def to(self, device: torch.device) -> TritonPlan:

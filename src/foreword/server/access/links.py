@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LEAST_SHARE = 0.95
-"""Default of `link_gate`: with 95% confidence, a method keeps at least this share of the right answers."""
+"""Default of `link_gate`: the share of the plain prompt's right answers that a method must still get right. The
+measurement must show this share with 95% confidence."""
 MOST_SOURCES = 1024
 """Limit of a prompt's sources, because the engine looks for each source in every step until all are cached."""
 

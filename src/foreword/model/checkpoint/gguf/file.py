@@ -445,7 +445,7 @@ def _q4_k(b: Bytes) -> Codes:
 
 
 def _q5_k(b: Bytes) -> Codes:
-    """As Q4_K, with 256 fifth bits before the codes: bit j of byte l belongs to value l of the j-th 32 values."""
+    """As Q4_K, and 32 bytes before the codes have each value's fifth bit: bit j of byte l is of value 32 * j + l."""
     fifth = (b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(-1, 256)
     return _with_minima(_pairs(b[:, 48:]) | fifth << 4, _halves(b, 0, 2), *_six_bits(b[:, 4:16]))
 

@@ -233,7 +233,9 @@ class _Conversation:
                     raise bad_request(message, param=f"{where}.role")
 
     def _add_answer(self, parts: Sequence[ContentPart], where: str) -> None:
-        """Add the model's parts. Successive contents become one answer, because clients send streams back in pieces."""
+        """Add parts of the model. Successive contents of the model become one answer, because clients keep each chunk of a
+        stream as a content of its own.
+        """
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
             self.waiting = []
