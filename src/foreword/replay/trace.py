@@ -285,8 +285,8 @@ class TraceWriter:
     """
 
     def __init__(self, file: Path, *, block_tokens: int = TOKEN_BLOCK_TOKENS, secret: bytes | None = None) -> None:
-        """Start an empty `file`, gzipped if it ends in .gz. Two files with the same `secret` (16 to 64 bytes) have the same
-        ids for equal prefixes.
+        """Start an empty `file`, gzipped if it ends in .gz. Files with the same `secret` (16 to 64 bytes) have the
+        same ids for equal prefixes.
         """
         if block_tokens < 1:
             raise ConfigError(f"block_tokens={block_tokens} is too small; use at least 1")

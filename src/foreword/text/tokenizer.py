@@ -279,7 +279,7 @@ class Tokenizer(Renderer):
         return TextStream(detokenizer, tuple(stop), include_stop=include_stop, min_tokens=min_tokens)
 
     def detokenizer(self, kept_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()) -> Detokenizer:
-        """Make a detokenizer for tokens that follow the tokens `after`. Of the special tokens, only `kept_ids` become text."""
+        """Make a detokenizer for the tokens after `after`. Of special tokens, only `kept_ids` become text."""
         skipped = self._skipped_ids - kept_ids
         if self._bytes.is_byte_level:
             return ByteDetokenizer(self._bytes.of, skipped, after)

@@ -85,7 +85,7 @@ class Allowance:
             self._add(SHARE * seconds + plain_s * num_tokens / num_requests - seconds - guessing_s, plain_s)
 
     def note_guessing(self, guessing_s: float) -> None:
-        """Record only the seconds of guessing, for a step that also computed prompts: the gain of its drafts is unknown."""
+        """Record the seconds of guessing before a step that also computed prompts; its drafts' gain is unknown."""
         self._add(-guessing_s, 0.0)
 
     def _add(self, seconds: float, plain_s: float) -> None:

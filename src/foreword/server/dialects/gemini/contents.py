@@ -233,8 +233,8 @@ class _Conversation:
                     raise bad_request(message, param=f"{where}.role")
 
     def _add_answer(self, parts: Sequence[ContentPart], where: str) -> None:
-        """Add parts of the model. Successive contents of the model become one answer, because clients keep each chunk of a
-        stream as a content of its own.
+        """Add parts of the model. Successive contents of the model become one answer, because clients keep each chunk
+        of a stream as a content of its own.
         """
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
