@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,6 +27,7 @@ from fleet.test_routed import SAMPLINGS, complete, long_prompt, streamed
 from foreword.config import EngineConfig
 from foreword.demo.run import embedded_model
 from foreword.engine import Snapshot
+from foreword.errors import ModelLoadError
 from foreword.fleet.front import open_front
 from foreword.fleet.options import FleetConfig
 from foreword.server.options import ServerConfig
@@ -308,3 +310,11 @@ def test_two_fronts_share_reservations_and_one_may_die(alone: ServerThread) -> N
         answer = post(url, "/v1/completions", {"model": MODEL, "prompt": long_prompt(1)})
         assert "x-foreword-route" in answer.headers
         serve.shutdown()
+
+
+def test_a_path_without_a_model_is_refused_before_ray_starts(tmp_path: Path, monkeypatch) -> None:
+    from foreword.fleet.run import serve_replicas
+
+    monkeypatch.setattr("foreword.fleet.run.replicas_of", lambda *_: pytest.fail("Ray was started"))
+    with pytest.raises(ModelLoadError, match=r"has no config\.json"):
+        serve_replicas(str(tmp_path), {}, ServerConfig(), FleetConfig(replicas=2))

@@ -20,6 +20,8 @@ from foreword.fleet.options import FleetConfig
 from foreword.fleet.ray_serve import RayLink, replicas_of
 from foreword.fleet.routed import RoutedEngines
 from foreword.llm import LLM
+from foreword.model.checkpoint.gguf.unfold import unfolded
+from foreword.model.checkpoint.hub import refuse_wrong_path
 from foreword.server.engine_thread import AfterStep
 from foreword.server.options import ServerConfig
 from foreword.server.records import Records
@@ -32,8 +34,12 @@ APPLICATION = "foreword"
 
 
 def serve_replicas(model: str, options: Mapping[str, Any], config: ServerConfig, fleet: FleetConfig) -> bool:
-    """Run the server with several engines. `options` are the options of each engine. Raises ConfigError."""
+    """Run the server with several engines. `options` are the options of each engine.
+
+    Raises ConfigError, ModelLoadError, UnsoundGgufError or UnsupportedModelError.
+    """
     engine = EngineConfig.from_options(model, **options)
+    refuse_wrong_path(unfolded(engine.model).model)  # before Ray starts, whose errors do not say why
     logger.info("starting %d replicas", fleet.replicas)
     with replicas_of(model, options, fleet, APPLICATION) as link:
         front = open_front(engine, asyncio.run(link.facts_of_engine()))
