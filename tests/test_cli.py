@@ -127,6 +127,16 @@ def test_a_mistake_in_a_process_of_its_own_is_one_line_and_exit_code_2():
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that takes nothing")
+def test_output_that_cannot_be_written_is_named_on_one_line():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "foreword", "models"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr.startswith("foreword: the output cannot be written: [Errno 28]")
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_package_can_be_run_as_a_module_too():
     ran = subprocess.run([sys.executable, "-m", "foreword", "--version"], capture_output=True, text=True, timeout=300)
     assert ran.stdout.startswith("foreword ")

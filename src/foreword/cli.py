@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import importlib
 import itertools
@@ -63,9 +64,24 @@ def main(argv: list[str] | None = None) -> int:
         print("foreword: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output has left; keep Python from complaining when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output has left.
+        _silence_output()
         return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        # Files that the user names raise foreword's own errors, so this is the output.
+        print(
+            f"foreword: the output cannot be written: {error}; free some space, or send it elsewhere", file=sys.stderr
+        )
+        _silence_output()
+        return 2
+
+
+def _silence_output() -> None:
+    """Send what is left of the output nowhere, so that Python's last flush does not complain."""
+    with contextlib.suppress(OSError):  # a program that calls `main` may have another kind of output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _after_switch(word: str, parser: argparse.ArgumentParser, argv: list[str] | None) -> str:

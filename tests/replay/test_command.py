@@ -185,7 +185,7 @@ def test_a_full_disk_is_told_in_one_line(trace, capsys, monkeypatch):
 
     monkeypatch.setattr("foreword.replay.command.print_report", fail)
     assert run(trace, "--policy", "lru") == 2
-    assert "the report cannot be written" in capsys.readouterr().err
+    assert "the output cannot be written" in capsys.readouterr().err
 
 
 def test_sampling_prints_its_error(trace, capsys):

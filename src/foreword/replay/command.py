@@ -125,31 +125,26 @@ def run(args: argparse.Namespace) -> int:
         strict=args.strict,
         max_requests=args.max_requests,
     )
-    try:
-        result = _replay(args, reader, simulation, bytes_per_token, console)
-        _tell_malformed(reader, console)
-        print_report(result, console, args.trace.name, bytes_per_token)
-        tiers = [] if tier is None else _replay_tier(tier, reader, result, bytes_per_token, console)
-        reports = {} if served is None else _serve(args.load, served, reader, result, console)
-        schedules = {} if served is None else _compare(args.load, served, schedulings, reader, result, console)
-        for file in args.picture:
-            write_picture(result, file, args.trace.name, bytes_per_token)
-            console.print(f"wrote {file}", markup=False)
-        if args.json:
-            report = as_json(result, bytes_per_token)
-            report = {
-                **report,
-                "tiers": tiers,
-                "timing": reports if args.flops is not None else {},
-                "scheduling": schedules,
-                "cluster": reports if args.flops is None else {},
-                "malformed_lines": reader.num_malformed,
-            }
-            print(json.dumps(report), flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:  # files that the user named raise other errors, so this is the report
-        raise ConfigError(f"the report cannot be written: {error}; free some space, or send it elsewhere") from error
+    result = _replay(args, reader, simulation, bytes_per_token, console)
+    _tell_malformed(reader, console)
+    print_report(result, console, args.trace.name, bytes_per_token)
+    tiers = [] if tier is None else _replay_tier(tier, reader, result, bytes_per_token, console)
+    reports = {} if served is None else _serve(args.load, served, reader, result, console)
+    schedules = {} if served is None else _compare(args.load, served, schedulings, reader, result, console)
+    for file in args.picture:
+        write_picture(result, file, args.trace.name, bytes_per_token)
+        console.print(f"wrote {file}", markup=False)
+    if args.json:
+        report = as_json(result, bytes_per_token)
+        report = {
+            **report,
+            "tiers": tiers,
+            "timing": reports if args.flops is not None else {},
+            "scheduling": schedules,
+            "cluster": reports if args.flops is None else {},
+            "malformed_lines": reader.num_malformed,
+        }
+        print(json.dumps(report), flush=True)
     return 0
 
 
