@@ -10,7 +10,7 @@ import pytest
 from doors import num_given_up
 from foreword.batch import Batch, Entries
 from foreword.cache import TokenSequence
-from foreword.engine import Prompt
+from foreword.engine import Prompt, TierDirector
 from foreword.engine.running_rows import RunningRows
 from foreword.errors import CacheBusyError, EngineError
 from foreword.request import NO_ROW, Request, RequestOutput, SamplingParams
@@ -570,6 +570,23 @@ def test_an_interrupt_while_a_step_is_put_together_leaves_nothing_uncomputed_beh
     parts.drain()
     assert_right(again, prompt, params(3))
     assert again.num_cached_tokens == 40, "what was computed before is still there"
+
+
+def test_an_interrupt_while_a_step_is_put_together_leaves_no_copy_to_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later step would copy into a block that by then may be another's."""
+    parts = HashEngine.build(prefix_index="radix")
+    submit(parts, "first", tokens(8), params())
+    parts.drain()
+    submit(parts, "second", [*tokens(8)[:6], 1, 2, 3, 4], params())
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TierDirector, "note_planned", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            parts.engine.step()
+    assert len(parts.manager.take_copies()) == 0
 
 
 def request(name: str, num_tokens: int, arrival: int, max_tokens: int = 5) -> Request:
