@@ -37,7 +37,7 @@ class PairsDriver(TieredDriver, LinkingDriver):
 
     def start(self) -> None:
         super().start()
-        self.late = LateRunner(self.parts.runner)
+        self.late, self.hands = LateRunner(self.parts.runner), np.random.default_rng(self.seed)
         if self.seed % 4:
             plain = self.parts.engine
             engine = Engine(plain.manager, plain.scheduler.config, self.late, plain.limits, tiers=tiers_of(plain))
@@ -45,6 +45,7 @@ class PairsDriver(TieredDriver, LinkingDriver):
             self.parts = HashEngine(engine, self.parts.runner)
 
     def _maybe_fail(self, batch: Batch) -> None:
+        self.tier.work(self.hands, 0.4)  # a tier's thread may do so between plan and computation
         if self.next_step_fails:
             self.next_step_fails = False
             raise FloatingPointError("the model broke")
