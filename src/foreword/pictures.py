@@ -38,7 +38,7 @@ MAX_FILE_BYTES = 32 * 2**20
 MAX_URL = 4096
 """Most characters of an address."""
 MAX_PIXELS = 2**25
-"""Most pixels of one picture: a file of a few kilobytes may hold billions."""
+"""Limit of the pixels of one picture. Without a limit, a file of a few kilobytes could hold billions of pixels."""
 MAX_RATIO = 100
 """The longer side may be at most this number of times as long as the shorter side."""
 MAX_SCANS = 64

@@ -123,8 +123,8 @@ class Prompt:
     pictures: tuple[PlacedPicture, ...] = ()
     """Pictures whose rows replace tokens, in order. Each picture is also a span of `extra_keys`."""
     embeds: Embeds | None = None
-    """Embeddings in place of the first tokens; None: the prompt has none. The ids of these tokens are 0, and they lie
-    in spans of `extra_keys`."""
+    """Embeddings in place of the first tokens; None: the prompt has none. These tokens have the id 0 and lie in spans
+    of `extra_keys`, which hold the digests of the embeddings."""
     owner: str | None = None
     """The tenant. The prompt's cache entries use the tenant's budget, and its request is served when the tenant has its
     turn. None: the shared budget."""

@@ -22,7 +22,7 @@ UNREADABLE = (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError)
 MAX_BLOCKS = 2**31 - 1
 """Block numbers are signed 32-bit integers."""
 MOST_DIGITS = 100
-"""The most characters of a number of blocks."""
+"""A capacity in blocks may be written with at most this number of characters."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "minicpm3", "youtu")
 """`model_type` of the models whose KV is stored as latent vectors on a CPU. Other models' KV is stored expanded, as

@@ -252,9 +252,9 @@ class JobThread(Generic[Job]):
             self._wake.notify()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread, after `stop_after`, for at most `timeout_s` seconds, and cancel the remaining jobs.
+        """Wait for the thread, after `stop_after`, for at most `timeout_s` seconds.
 
-        If the thread still works on a job, that job is cancelled too.
+        Then cancel the jobs that wait, and the job on which the thread still works.
         """
         self._thread.join(timeout_s)
         self._cancel_queued()

@@ -21,8 +21,8 @@ from foreword.request import DraftCounts, Request
 MOST_DRAFTED = 31
 """The most tokens to draft for one request in a step."""
 PAUSE_EVERY = 16
-"""A step that is planned before the last tokens are known drafts nothing. After this number of such steps, a step waits
-for the tokens."""
+"""If a step is planned before the last tokens are known, it has no drafts. After this number of such steps, a step
+waits for the tokens."""
 SHARE_OF_RIGHT, SHARE_OF_WRONG = 0.1, 0.01
 """The most time for guesses, as a share of a step's time. SHARE_OF_RIGHT: for requests whose last guess was right.
 SHARE_OF_WRONG: for the others."""

@@ -151,7 +151,8 @@ class Codes:
     codes: npt.NDArray[Any]
     """[outputs, inputs]; without scales, these are the bits of floats."""
     heads: npt.NDArray[Any] | None
-    """[outputs, heads, parts]: bits of floats, or exponents."""
+    """[outputs, heads, parts], the heads of each output; part 0: the scale, part 1, if the format has it: the offset.
+    Both have the form `CodeFormat.scale`. None: whole floats, which have no scales."""
     integers: npt.NDArray[np.int8] | None = None
     """[outputs, groups, parts]"""
     zeros: Bytes | None = None

@@ -141,7 +141,7 @@ def _stream(a: Any, scratch: int, row: int, panel: int, following: int) -> None:
 
 @inlined
 def _expand(a: Any, scratch: int, panels: tuple[int, int], part: tuple[int, int]) -> None:
-    """Expand a part of some panels, one panel after the other."""
+    """Expand the steps `part` of each of `panels` from 12 to 16 bits a weight, one panel after the other."""
     target = scratch + _EXPANDED
     for panel in range(panels[0], panels[1]):
         source, start = weights_of(a, panel, part[0]), target

@@ -55,7 +55,7 @@ class ProductWorker(NamedTuple):
     thread_scratch: Callable[[int], int]
     """Bytes of scratch memory for each thread, from the number of steps of the weights."""
     set_units: Callable[[Record, int], None]
-    """Sets the sizes of units in a record with `num_rows`, for a number of threads."""
+    """Sets the sizes of work units in a record whose `num_rows` is set. The second argument: the number of threads."""
 
 
 def set_group(a: Record, group: int) -> None:

@@ -35,7 +35,7 @@ from foreword.kernels.runtime.huge_pages import HugePages
 STEP_WEIGHTS, STEP_BYTES = 1024, 1536
 STEP_GROUPS, GROUP_BYTES = 8, 192
 FAR, NEAR = 8, 2
-"""Weights are prefetched this many steps before their use: first into the second cache, then into the first cache."""
+"""Weights are prefetched into the L2 cache FAR steps before their use, and into the L1 cache NEAR steps before."""
 NUM_CODES = 16
 COUNTED = 64
 """About this number of outputs of a weight matrix is enough to find the most frequent upper bytes.

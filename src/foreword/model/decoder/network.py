@@ -1,7 +1,7 @@
 """A layer's feed-forward network: one for all rows, or experts, some of which a router chooses for each row.
 
-An expert multiplies the rows that chose it, however many there are, by products in which a row's bits depend on that
-row alone. The results of a row's experts are added in the order of choice, the best first.
+An expert multiplies the rows that chose it by its matrices. The bits of a row's product do not depend on the other
+rows, or on their number. The results of a row's experts are added in the order of choice, the best first.
 """
 
 from __future__ import annotations

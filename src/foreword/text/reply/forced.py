@@ -277,7 +277,7 @@ class _Writer:
         return [f"{item}: {opening} ({' | '.join(forms)})", *rules]
 
     def _form_of(self, value: TagValue, name: str, tags: Mapping[str, str]) -> tuple[str, list[str]]:
-        """One way to write a value and its closing tag: the terms in Lark, and the rules that these terms need."""
+        """Lark's terms for one kind of value with its closing tag, and the rules that these terms name."""
         closing = self.literal(tags["close"])
         mark = tags.get("string", "") if value.is_text else ""
         quote, ends = self.literal(mark), mark or tags["close"]
