@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.tiering.test_director import PROMPT, output, prompt_of, world_on
-from foreword.cache import KVCacheManager, TokenSequence
+from foreword.cache import KVCacheManager, MissReason, TokenSequence
 from foreword.engine import Keep, TierDirector
 from foreword.engine.tiering import offers as module
 from foreword.engine.tiering.loads import StepCost
@@ -133,6 +133,17 @@ def test_twice_stores_what_is_computed_again_and_not_what_is_found_again() -> No
     assert ask(world, tier, [*PROMPT, *range(8)]) == 0, "two blocks were computed, for the first time"
     assert ask(world, tier, PROMPT[:20]) == 5
     assert ask(world, tier, [*PROMPT, *range(8)]) == 7, "five were loaded, and seven computed again"
+
+
+def test_what_was_stored_in_the_end_is_not_said_to_be_dropped() -> None:
+    tier = LateTier()
+    world = with_rule(tier, "twice")
+    assert ask(world, tier, PROMPT) == 0
+    assert world.engine.explain(prompt_of(PROMPT)).reason is MissReason.DROPPED_BY_ADMISSION
+    assert ask(world, tier, PROMPT) == 10
+    assert world.engine.explain(prompt_of(PROMPT)).reason is MissReason.IN_TIER
+    tier.content.clear()  # as when a server is emptied, or a budget is used up
+    assert world.engine.explain(prompt_of(PROMPT)).reason is MissReason.EVICTED
 
 
 def test_room_stores_everything_until_the_tier_is_full() -> None:

@@ -80,6 +80,11 @@ class DroppedKeys:
         self._ring[(self._next + np.arange(len(numbers))) % len(self._ring)] = numbers
         self._next += len(numbers)
 
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Forget keys of blocks that were stored later."""
+        if self._next:
+            self._ring[np.isin(self._ring, _numbers(keys))] = 0
+
     def __contains__(self, key: bytes) -> bool:
         return bool((self._ring == _numbers([key])[0]).any())
 

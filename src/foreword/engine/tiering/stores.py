@@ -236,17 +236,19 @@ class Stores:
 
     def _finish(self, chunk: _Chunk, *, is_busy: bool) -> None:
         """Count a chunk and release it. If a tier took any of its blocks, the rest of its sequence is offered again."""
-        seconds, gets_through, run = time.monotonic() - chunk.started, False, chunk.run
+        seconds, run = time.monotonic() - chunk.started, chunk.run
         assert run is not None, "the chunk has not begun"
+        is_stored = np.zeros(len(run.keys), np.bool_)
         for ticket in chunk.tickets:
             outcomes = ticket.report.outcomes
             self._count(chunk, ticket)
             refused = np.isin(outcomes, (Outcome.QUEUE_FULL, Outcome.NO_ROOM))
             self._offers.dropped.note([key.tobytes() for key in run.keys.keys[refused]])
-            gets_through |= bool(np.isin(outcomes, (Outcome.DONE, Outcome.PRESENT)).any())
+            is_stored |= np.isin(outcomes, (Outcome.DONE, Outcome.PRESENT))
+        self._offers.dropped.forget([key.tobytes() for key in run.keys.keys[is_stored]])
         self.counts.num_chunks += 1
         if not chunk.is_last:
-            (self._offers.put_back if gets_through else self._offers.drop)(chunk.offer)
+            (self._offers.put_back if is_stored.any() else self._offers.drop)(chunk.offer)
         if is_busy:
             self._rest_until = time.monotonic() + REST_FACTOR * seconds
         self._release(chunk)
