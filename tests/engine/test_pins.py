@@ -86,6 +86,20 @@ def test_the_budget_keeps_the_head_of_a_long_prompt() -> None:
     assert parts.engine.entries.pin(prompt_of(*range(17)), Keep(90.0)).num_kept_tokens == 8
 
 
+@pytest.mark.parametrize("ends", ["never", "at once", "by its time"])
+def test_a_prefix_that_was_pinned_is_evicted_from_its_end(ends: str) -> None:
+    """Without its first block, the rest of a prefix is worth nothing."""
+    clock, prompt = Clock(), prompt_of(*range(17))
+    parts = engine_of(clock, num_blocks=6, max_pinned_share=1.0)
+    run(parts, "pinned", range(17))
+    assert parts.engine.entries.pin(prompt, Keep(60.0)).num_kept_tokens == 16
+    if ends == "at once":
+        parts.engine.entries.unpin(prompt)
+    clock.now += 60.0 * (ends == "by its time")
+    run(parts, "needs four blocks", range(20, 36))
+    assert parts.engine.num_cached_tokens(prompt) == 8
+
+
 def test_what_is_not_cached_or_shorter_than_a_block_is_not_pinned() -> None:
     parts = engine_of(Clock())
     assert parts.engine.entries.pin(prompt_of(*range(9)), Keep(60.0)).num_kept_tokens == 0

@@ -29,7 +29,7 @@ def pinnable(name="lru", num_blocks=6, max_share=0.5):
 def test_pinned_blocks_go_last(name):
     policy = pinnable(name)
     assert policy.pin("a", ids(5, 3), until=10.0, now=0.0).tolist() == [5, 3]
-    assert policy.in_order().tolist() == [4, 2, 1, 0, 5, 3]
+    assert policy.in_order().tolist() == [4, 2, 1, 0, 3, 5], "of the pinned blocks, the head goes last"
     policy.check_integrity()
 
 

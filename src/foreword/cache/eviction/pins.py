@@ -89,7 +89,8 @@ class PinnedPolicy:
 
         `block_ids` has the head of a prefix first. Pinning stops at the first block that the budget does not cover or
         that holds nothing cached. A call never moves the pin's end earlier (`set_end` can do that). Of several calls,
-        the longest `refresh_s` and the first `owner` count. Modifies the order of the free blocks.
+        the longest `refresh_s` and the first `owner` count. Modifies the order of the free blocks: the last block of
+        the prefix is evicted first.
         """
         held = self._pins.get(pin)
         if held is None:
@@ -104,7 +105,7 @@ class PinnedPolicy:
         in_order = {block_id: None for block_id in block_ids.tolist() if block_id in held.blocks}
         held.blocks = in_order | held.blocks
         self._note_last(pin, held)
-        freed = np.array([block_id for block_id in fresh if self._is_free[block_id]], np.int32)
+        freed = np.array([block_id for block_id in reversed(fresh) if self._is_free[block_id]], np.int32)
         self.inner.remove(freed)
         self._queue.append(freed)
         return np.array([block_id for block_id in block_ids.tolist() if block_id in held.blocks], np.int32)
@@ -145,11 +146,14 @@ class PinnedPolicy:
             self.unpin(pin)
 
     def unpin(self, pin: Hashable) -> None:
-        """End a pin. Free blocks without another pin count as freed now. Does nothing if there is no such pin."""
+        """End a pin. Free blocks without another pin count as freed now, the last block of the prefix first.
+
+        Does nothing if there is no such pin.
+        """
         held = self._pins.get(pin)
         if held is None:
             return
-        ended = self._release(pin, held, list(held.blocks))
+        ended = self._release(pin, held, list(reversed(held.blocks)))
         del self._pins[pin]
         freed = ended[self._queue.holds(ended)]
         self._queue.remove(freed)
