@@ -136,6 +136,9 @@ def test_marks_never_keep_a_request_from_running_and_what_broke_is_visible():
     assert world.ask(range(32), 32)[1] == [32]
     assert world.ask(range(100, 160))[0] == 0
     (entry,) = world.entries()
+    assert (entry.num_tokens, entry.num_kept_tokens) == (32, 4), "the first block goes last"
+    assert world.ask(range(200, 263))[0] == 0
+    (entry,) = world.entries()
     assert (entry.num_tokens, entry.num_kept_tokens) == (32, 0)
     assert world.ask(range(33), 32) == (0, [32]), "it is kept again once it is computed again"
 
