@@ -157,7 +157,7 @@ def _fixes(
             cause = reader.cause(slot, prompts)
             begin = slot.spans[slot.pattern][0]
             before = reader.text(prompts[slot.pattern][max(0, begin - SHOWN_TOKENS) : begin])
-            # One template rewrites earlier turns at many places in a conversation, so this key has no place.
+            # A template that rewrites earlier turns does so at many places. One remedy is enough: the key has no place.
             place = () if cause.remedy == KEEP_HISTORY else LETTERS.findall(before)[-2:]
             key = (cause.names[0], *place)
             fix = fixes.setdefault(key, _Fix(cause, key, []))

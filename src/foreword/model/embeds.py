@@ -32,7 +32,7 @@ class PromptEmbeds:
         """`values`: [rows, width], which nobody changes."""
         self.values = values
         self.spans = tuple(_spans(values, block_size))
-        """The part of block keys that names the rows: prompts that begin with equal rows share their blocks."""
+        """The part of block keys that identifies the rows of `values`. Prompts with equal first rows share blocks."""
 
     def __len__(self) -> int:
         return len(self.values)

@@ -221,7 +221,7 @@ def _stronger(before: str | None, now: str) -> str | None:
 
 @dataclass(slots=True)
 class Inserted:
-    """Text of the prompt, right before the part with index `number`."""
+    """Text that the prompt puts right before the part with index `number`."""
 
     number: int
     pieces: list[str]

@@ -20,7 +20,7 @@ _KEPT_TOKENS = 6
 """The number of tokens of a shortened window. Each has at least one byte, so any incomplete character fits."""
 
 _MAX_WINDOW_TOKENS = 256
-"""The number of tokens at which a window is shortened even if its text changes."""
+"""A window of fewer tokens is shortened only if the shorter window gives the same text; a longer one always is."""
 
 
 class Detokenizer(Protocol):

@@ -84,7 +84,7 @@ class BlockSink(Protocol):
 
 
 class BlockSource(Protocol):
-    """Where stored blocks come from: the caller's memory."""
+    """The caller's memory, from which a tier copies the blocks that it is to store."""
 
     def take(self, index: int, out: memoryview) -> None:
         """Write the payload of the `index`-th block of the run to `out`, which has its length.

@@ -160,7 +160,7 @@ class KVCacheCoordinator(ABC):
     # ------------------------------------------------- reasons of misses; they need a ledger
 
     def longest_hit(self, limit: int) -> int:
-        """The length of the longest possible hit of at most `limit` tokens."""
+        """The largest length up to `limit`, in tokens, at which a hit can end."""
         return limit // self.alignment * self.alignment
 
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
@@ -285,8 +285,8 @@ class KVCacheCoordinator(ABC):
         num_new = int(counts.sum())
         if num_new > self.pool.get_num_free_blocks():
             return self._grow_one_by_one(rows, starts, ends)
-        # The rows get the same blocks as with one call for each row. They take blocks from the queue's head, which were
-        # free before this call: blocks that the rows release join the queue's tail.
+        # The rows get the same blocks as with one call for each row: they take blocks that were free before this call
+        # from the head of the queue, and the blocks that they release join its tail.
         if self._releases:
             self._release_each(rows, starts)
         if num_new:

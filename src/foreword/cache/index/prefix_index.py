@@ -81,7 +81,7 @@ class Divergence:
 
 
 MAX_SHOWN_TOKENS = 256
-"""The most leading tokens of a node to show."""
+"""At most this number of a node's tokens are shown, from its first token on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,8 @@ def placed_stretches(keys: ExtraKeys, token_ids: TokenArray) -> Sequence[Placed]
 
 
 class SpanNumbers:
-    """Gives each token of a stretch a number below UNKNOWN, in descending order.
+    """Gives each token of a stretch (placeholders of one picture, say) a negative number below UNKNOWN, in descending
+    order.
 
         cat, 3 placeholders   -2 -3 -4      dog, 2 placeholders   -5 -6
 

@@ -69,7 +69,7 @@ PICTURE_MODELS = {
     "llava": _Family("mistral", _BEFORE, _TOWER, defaults={"num_attention_heads": 32}),
     "internvl": _Family("qwen2", _BEFORE, _TOWER, is_tied=True),
 }
-"""`model_type` of the models whose pictures are served."""
+"""`model_type` -> family, for the models that can have pictures in their prompts."""
 _OF_OTHERS = frozenset(
     "_attn_implementation_autoset _flash_attn_2_enabled neftune_noise_alpha perceiver_config pixel_shuffle_factor "
     "qk_layer_norms use_resampler add_cross_attention bad_words_ids begin_suppress_tokens cross_attention_hidden_size "

@@ -86,7 +86,8 @@ AttentionInterface.register(ATTENTION_NAME, foreword_attention)
 
 EXPERTS_NAME = "foreword"
 ROW_MULTIPLE = 64
-"""An expert's rows are padded to a multiple of this number: enough for equal bits, and whole vectors of any width."""
+"""An expert's rows are padded to a multiple of this number. Then a row's bits do not depend on the number of rows, and
+the rows fill whole SIMD vectors of any width."""
 
 
 def foreword_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ class Sampled:
         )
 
     def answered(self) -> list[tuple[Request, Int32s]]:
-        """For each row: its request, and the drafts that count as the last tokens of the request's answer."""
+        """For each row: its request, and the drafts before the row's token, which count as tokens of the answer."""
         drafts = self.drafts if self.drafts is not None else (_NO_TOKENS,) * len(self.requests)
         return list(zip(self.requests, drafts, strict=True))
 

@@ -1,4 +1,7 @@
-"""The methods of linking that a server offers. A gate refuses methods that lose too many right answers."""
+"""The methods that a server offers for linking (reuse of a text's KV at another position, which is approximate).
+
+A gate refuses a method that lost too many right answers in the measurement of the model.
+"""
 
 from __future__ import annotations
 

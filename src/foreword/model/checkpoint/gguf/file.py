@@ -332,7 +332,7 @@ class Blocks:
     """The number of bytes of a block."""
     kind: CodeFormat
     split: Callable[[Bytes], Codes]
-    """Turns blocks [count, num_bytes] into codes, in which each block is one output."""
+    """Turns blocks [count, num_bytes] into `Codes` whose axis of outputs has one entry for each block."""
 
     @property
     def name(self) -> str:
