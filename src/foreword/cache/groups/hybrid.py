@@ -178,8 +178,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             self._accounts[group_id].stored(sequence, numbers, block_ids)
 
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
-        """If a group evicted its first block after the hit, that group's reason; else the reason of the group that keeps
-        the most blocks.
+        """If a group evicted its first block after the hit, that group's reason; else the reason of the group that
+        keeps the most blocks.
         """
         if self._cell_tokens is not None and hit.num_tokens + self.alignment > self._num_findable(sequence):
             return MissReason.PARTIAL_BLOCK, None  # a cell that the prompt does not fill, or generated tokens
