@@ -125,7 +125,7 @@ def test_watch_says_that_nobody_answers_and_what_to_start(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["watch", "tcp://127.0.0.1:1"], ["generate", ".", "--prompt", "x", "--kv-events", "tcp://*:0"]],
+    [["watch", "tcp://127.0.0.1:1"], ["generate", MODEL, "--prompt", "x", "--kv-events", "tcp://*:0"]],
 )
 def test_without_the_packages_an_error_names_the_extra(arguments: list[str]) -> None:
     """In a process in which `zmq` cannot be imported."""
