@@ -123,9 +123,12 @@ def test_watch_says_that_nobody_answers_and_what_to_start(
             assert caplog.text.count(f"nobody answers at {address}; start the engine") == 1
 
 
+WEIGHTS = str(Path(cli.__file__).parent / "demo" / "weights")
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [["watch", "tcp://127.0.0.1:1"], ["generate", MODEL, "--prompt", "x", "--kv-events", "tcp://*:0"]],
+    [["watch", "tcp://127.0.0.1:1"], ["generate", WEIGHTS, "--prompt", "x", "--kv-events", "tcp://*:0"]],
 )
 def test_without_the_packages_an_error_names_the_extra(arguments: list[str]) -> None:
     """In a process in which `zmq` cannot be imported."""
