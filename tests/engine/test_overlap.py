@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -361,6 +361,19 @@ def test_no_token_follows_a_stop_string_however_fast_the_device_is(ready: bool) 
     assert len(output.outputs[0].token_ids) == 3
 
 
+def interrupt_a_wait(monkeypatch: pytest.MonkeyPatch, is_due: Callable[[], bool] = lambda: True) -> None:
+    """Let an interrupt end the next wait for a step's result at which `is_due`."""
+    result = LaunchedStep.result
+
+    def interrupted(step: LaunchedStep) -> BatchResult:
+        if not is_due():
+            return result(step)
+        monkeypatch.setattr(LaunchedStep, "result", result)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LaunchedStep, "result", interrupted)
+
+
 def test_an_interrupt_while_waiting_loses_neither_the_batch_nor_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     world, _ = late_engine()
     world.add("z", list(range(1, 42)), SamplingParams(max_tokens=1, seed=1))
@@ -371,13 +384,7 @@ def test_an_interrupt_while_waiting_loses_neither_the_batch_nor_the_cache(monkey
     output = world.engine.add_request("a", Prompt(np.array([9, 8, 7], np.int32)), params)
     world.engine.step()
     world.engine.step()
-    result = LaunchedStep.result
-
-    def interrupted(step: LaunchedStep) -> BatchResult:
-        monkeypatch.setattr(LaunchedStep, "result", result)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LaunchedStep, "result", interrupted)
+    interrupt_a_wait(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         world.engine.step()
     assert world.engine.num_cached_tokens(prompt) == cached > 0
@@ -394,13 +401,7 @@ def test_an_interrupt_while_a_refused_launch_waits_for_the_batch_before_it(monke
     output = world.engine.add_request("a", prompt_of(prompt), params)
     while len(output.outputs[0].token_ids) < 2:
         world.engine.step()
-    result = LaunchedStep.result
-
-    def interrupted(step: LaunchedStep) -> BatchResult:
-        monkeypatch.setattr(LaunchedStep, "result", result)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LaunchedStep, "result", interrupted)
+    interrupt_a_wait(monkeypatch)
     runner.refuses = True
     with pytest.raises(KeyboardInterrupt):
         world.engine.step()
@@ -422,15 +423,7 @@ def test_an_interrupt_while_the_step_after_a_failed_one_is_awaited_ends_all_requ
     output = world.engine.add_request("a", prompt_of(prompt), params)
     world.engine.step()
     runner.fail_at = 1
-    result = LaunchedStep.result
-
-    def interrupted(step: LaunchedStep) -> BatchResult:
-        if runner.num_computed:
-            monkeypatch.setattr(LaunchedStep, "result", result)
-            raise KeyboardInterrupt
-        return result(step)
-
-    monkeypatch.setattr(LaunchedStep, "result", interrupted)
+    interrupt_a_wait(monkeypatch, lambda: runner.num_computed > 0)
     with pytest.raises(KeyboardInterrupt):
         world.engine.step()
     world.engine.check_integrity()
